@@ -40,12 +40,29 @@ if TYPE_CHECKING:
     from greensched.leasing.partition import Partition as Partition
     from greensched.leasing.pool_state import CloseReport as CloseReport
     from greensched.leasing.pool_state import PoolState as PoolState
+    from greensched.leasing.pool_statistics import LeaseInfo as LeaseInfo
     from greensched.leasing.pool_statistics import PoolStatistics as PoolStatistics
     from greensched.leasing.prepared_executors import ExecutorInfo as ExecutorInfo
     from greensched.leasing.preview import SplitPreview as SplitPreview
     from greensched.leasing.sync import SyncPartition as SyncPartition
     from greensched.leasing.sync import SyncPool as SyncPool
     from greensched.pool import Pool as Pool
+    from greensched.records import Cancelled as Cancelled
+    from greensched.records import Done as Done
+    from greensched.records import Drained as Drained
+    from greensched.records import Expired as Expired
+    from greensched.records import Granted as Granted
+    from greensched.records import Lent as Lent
+    from greensched.records import Lost as Lost
+    from greensched.records import Queued as Queued
+    from greensched.records import Reclaimed as Reclaimed
+    from greensched.records import Record as Record
+    from greensched.records import Refused as Refused
+    from greensched.records import Released as Released
+    from greensched.records import Requested as Requested
+    from greensched.records import Resized as Resized
+    from greensched.records import Submitted as Submitted
+    from greensched.scheduling.histogram import Durations as Durations
     from greensched.scheduling.services import ServiceClass as ServiceClass
     from greensched.scheduling.statistics import ServiceStatistics as ServiceStatistics
     from greensched.typing import ALL as ALL
@@ -62,19 +79,28 @@ _EXPORTS = {
     "Buffer": "device.buffers",
     "CacheConfig": "typing",
     "CallContext": "execution.call_context",
+    "Cancelled": "records",
     "CloseReport": "leasing.pool_state",
     "Context": "context",
     "ContextFlags": "typing",
     "ContextOptions": "device.resources",
     "Device": "device.device",
     "DeviceResources": "device.resources",
+    "Done": "records",
+    "Drained": "records",
+    "Durations": "scheduling.histogram",
     "Event": "device.streams",
     "ExecutorInfo": "leasing.prepared_executors",
+    "Expired": "records",
+    "Granted": "records",
     "Graph": "execution.graphs",
     "Job": "execution.jobs",
     "Kernel": "kernels",
     "LatencyCurve": "leasing.latency",
     "LaunchConfig": "device.launch",
+    "LeaseInfo": "leasing.pool_statistics",
+    "Lent": "records",
+    "Lost": "records",
     "Partition": "leasing.partition",
     "PinnedBuffer": "device.buffers",
     "Pool": "pool",
@@ -82,13 +108,21 @@ _EXPORTS = {
     "PoolStatistics": "leasing.pool_statistics",
     "Prefetcher": "execution.prefetch",
     "Program": "kernels",
+    "Queued": "records",
     "REST": "typing",
+    "Reclaimed": "records",
+    "Record": "records",
+    "Refused": "records",
+    "Released": "records",
+    "Requested": "records",
+    "Resized": "records",
     "SMResource": "device.resources",
     "SMResourceOptions": "device.splitting",
     "ServiceClass": "scheduling.services",
     "ServiceStatistics": "scheduling.statistics",
     "SplitPreview": "leasing.preview",
     "Stream": "device.streams",
+    "Submitted": "records",
     "SyncPartition": "leasing.sync",
     "SyncPool": "leasing.sync",
     "WorkqueueResource": "device.resources",

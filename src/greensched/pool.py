@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, get_args
 
@@ -22,11 +23,12 @@ from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.partition import Partition, PartitionGroup
 from greensched.leasing.pool_state import CloseReport, PoolState
-from greensched.leasing.pool_statistics import PoolStatistics
+from greensched.leasing.pool_statistics import LeaseInfo, PoolStatistics
 from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepare_local
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
+from greensched.records import Record
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy, policy_named
 from greensched.scheduling.queue import validate_bound
@@ -420,6 +422,39 @@ class Pool:
     def statistics(self) -> PoolStatistics:
         """Return what the pool has and did, at one moment."""
         return self._manager.statistics()
+
+    def leases(self) -> list[LeaseInfo]:
+        """Return the leases that hold SMs now, the oldest first. Never waits.
+
+        Raises:
+            PoolClosed: the pool is not open.
+        """
+        return self._manager.held()
+
+    # -- watching --------------------------------------------------------------------------------
+
+    def watch(self, callback: Callable[[Record], object]) -> Callable[[], None]:
+        """Call a function with a record of everything that happens, from now on.
+
+        First with what is held: a `Granted` of each lease. Records come in one order, one at a
+        time, each on the thread on which it happened or another of the pool's, under no lock. The
+        function must not block, and what it raises is logged, once. While there are watchers, no
+        lease is kept for the next request of its size, and each bound launch has a ticket: both
+        cost more. May be called before the pool is open. Never waits.
+
+        Returns:
+            A function that ends it.
+        """
+        self._lifecycle.watch(callback)
+        return partial(self._lifecycle.unwatch, callback)
+
+    def time_leases(self) -> None:
+        """Count from now on how long requests wait, and leases last and drain. Idempotent.
+
+        `statistics().services` then has the histograms `wait`, `use` and `drain` of each class, ""
+        for requests without one; `statistics().wake` tells of a slow loop. Never waits.
+        """
+        self._lifecycle.time_leases()
 
     def preview(self, *sizes: Size) -> tuple[SplitPreview, ...]:
         """Return what `partitions(*sizes)` would get on each device if it were free. Never waits.

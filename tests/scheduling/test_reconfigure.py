@@ -60,7 +60,7 @@ def test_nobody_is_dropped_with_his_class() -> None:
     assert scheduler.drained(1.0, held.grants[0]) == [waiting]
     assert scheduler.drained(2.0, waiting.grants[0]) == []
     scheduler.reconfigure(3.0, [ServiceClass("other")], None)
-    assert set(scheduler.services()) == {"", "other"}
+    assert set(scheduler.services(0.0)) == {"", "other"}
 
 
 def test_loans_are_still_loans() -> None:
@@ -68,7 +68,7 @@ def test_loans_are_still_loans() -> None:
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, (8, 64), "batch").grants
     scheduler.reconfigure(0.0, [OWNER, BATCH, ServiceClass("third")], None)
-    assert scheduler.services()["owner"].sms_lent == 32
+    assert scheduler.services(0.0)["owner"].sms_lent == 32
     owner = ask(scheduler, 32, "owner")
     assert scheduler.checkpoint(1.0, lease) == [owner]
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_changes_nothing() -> None:
     with pytest.raises(InvalidRequest, match="reserves"):
         scheduler.reconfigure(0.0, [OWNER, ServiceClass("b", reserve=40)], Fair())
     assert isinstance(scheduler.queue.policy.policy, Fifo)
-    assert set(scheduler.services()) == {"", "owner"}
+    assert set(scheduler.services(0.0)) == {"", "owner"}
     assert waiting.state is GrantState.QUEUED
     assert ask(scheduler, 32, "owner").state is GrantState.GRANTED
 

@@ -84,7 +84,7 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     assert ask(scheduler, 0.0, 8, "batch", duration=0.020).state is GrantState.QUEUED, "too long"
     assert ask(scheduler, 0.0, 8, "batch", duration=0.010).state is GrantState.GRANTED
     assert ask(scheduler, 0.0, 8, "batch").state is GrantState.GRANTED, "5 ms, as it declared"
-    assert scheduler.services()["owner"].sms_lent == 16
+    assert scheduler.services(0.0)["owner"].sms_lent == 16
     unknown = make(OWNER, ServiceClass("batch", preemptible=True), PLAIN)
     ask(unknown, 0.0, 32, "plain")
     assert ask(unknown, 0.0, 8, "batch").state is GrantState.QUEUED, "nothing is known of it"
@@ -129,7 +129,7 @@ def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
     waiting = [ask(scheduler, 0.0, sms, name) for name in "ab"]
     assert scheduler.drained(0.005, held[0].grants[0]) == []
     assert scheduler.drained(0.005, held[1].grants[0]) == [waiting[0]]
-    assert scheduler.services()["b"].sms_lent == sms - 32
+    assert scheduler.services(0.0)["b"].sms_lent == sms - 32
     assert scheduler.drained(0.010, waiting[0].grants[0]) == [waiting[1]]
 
 
@@ -178,7 +178,7 @@ def test_a_loan_comes_back_at_the_checkpoint() -> None:
     assert scheduler.checkpoint(1.004, lease) == [owner]
     assert lease.sms == 32, "of what is idle it takes what is not lent"
     assert owner.grants[0].mask & lease.mask == 0
-    assert scheduler.services()["owner"].sms_lent == 0
+    assert scheduler.services(0.0)["owner"].sms_lent == 0
 
 
 def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
@@ -212,10 +212,10 @@ def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
     scheduler = make(OWNER, BATCH, PLAIN)
     (plain,) = ask(scheduler, 0.0, 32, "plain").grants
     (borrowed,) = ask(scheduler, 0.0, 32, "batch").grants
-    assert scheduler.services()["owner"].sms_lent == 32
+    assert scheduler.services(0.0)["owner"].sms_lent == 32
     scheduler.drained(0.0, plain)
     (own,) = ask(scheduler, 0.0, 32, "owner").grants
-    assert scheduler.services()["owner"].sms_lent == 0
+    assert scheduler.services(0.0)["owner"].sms_lent == 0
     assert dict(borrowed.loans) == {}
     scheduler.drained(0.0, own)
     assert ask(scheduler, 0.0, 32, "plain").state is GrantState.QUEUED, "it is his floor again"

@@ -60,7 +60,7 @@ def test_f30_13_the_charges_of_any_weight_are_counted(weight: float) -> None:
         for after, name in enumerate(("extreme", "plain")):
             (lease,) = scheduler.request(start + after, parse_sizes((8,)), service=name).grants
             scheduler.drained(start + after + 1, lease)
-    stats = scheduler.services()
+    stats = scheduler.services(0.0)
     assert [stats[name].sm_seconds for name in ("extreme", "plain")] == [80, 80]
     tags = {lease.class_state.start, lease.class_state.finish}
     assert all(map(math.isfinite, tags))

@@ -323,7 +323,7 @@ class ServiceMachine(RuleBasedStateMachine):
             assert self.scheduler.allocator.classes[one.name].sms == held
             assert held <= (math.inf if one.cap is ALL else one.cap)
             waiting = sum(request.class_state.name == one.name for request in self.waiting)
-            assert self.scheduler.services()[one.name].waiting == waiting
+            assert self.scheduler.services(0.0)[one.name].waiting == waiting
             assert one.max_waiting is None or waiting <= one.max_waiting
 
     @invariant()

@@ -53,7 +53,7 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     assert [r.state for r in found] == [GrantState.GRANTED] * 3
     assert [r.grants[0].sms for r in found] == [64] * 3
     assert len({r.grants[0].mask for r in found}) == 3
-    assert scheduler.services()["bulk"].is_shared
+    assert scheduler.services(0.0)["bulk"].is_shared
     assert scheduler.statistics().sms_leased == 64
     assert scheduler.statistics().sms_free == 0
 
@@ -88,7 +88,7 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
     scheduler.observe(0.0, "quick", 0.010, ENOUGH - 1)
     assert ask(scheduler, 0.0, 8, "bulk").grants[0].is_shared
     split(scheduler, 0.0)
-    assert not scheduler.services()["quick"].is_shared
+    assert not scheduler.services(0.0)["quick"].is_shared
     new = ask(scheduler, 0.0, 16, "quick")
     assert (new.grants[0].sms, new.grants[0].is_shared) == (16, False)
     assert old.grants[0].is_shared
@@ -99,9 +99,9 @@ def test_of_whom_nobody_says_it_the_leases_count() -> None:
     """From the request to the end of the lease."""
     scheduler = make()
     for _ in range(ENOUGH):
-        assert scheduler.services()["quick"].is_shared
+        assert scheduler.services(0.0)["quick"].is_shared
         end(scheduler, 0.009, ask(scheduler, 0.0, 8, "quick"))
-    assert not scheduler.services()["quick"].is_shared
+    assert not scheduler.services(0.0)["quick"].is_shared
 
 
 def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:

@@ -27,7 +27,7 @@ def test_shares_are_three_to_one(seed: int, lengths: tuple[float, float]) -> Non
     names = ("gold", "plain")
     weights = dict(zip(names, (3.0, 1.0), strict=True))
     scheduler = saturate(weights, dict(zip(names, lengths, strict=True)), seed, 30.0)
-    took = {name: stats.sm_seconds for name, stats in scheduler.services().items()}
+    took = {name: stats.sm_seconds for name, stats in scheduler.services(30.0).items()}
     assert took["gold"] / took["plain"] == pytest.approx(3.0, rel=0.03)
     assert took["gold"] + took["plain"] >= 0.95 * 8 * 16 * 30.0
 

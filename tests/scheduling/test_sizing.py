@@ -147,7 +147,7 @@ def test_a_rank_that_is_none_changes_nothing() -> None:
         with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
             scheduler.reconfigure(0.0, [BULK], Wrong("rank", (math.nan,)))
     assert (scheduler.waiting, waiting.state) == (1, GrantState.QUEUED)
-    assert set(scheduler.services()) == {"", "decode", "bulk"}
+    assert set(scheduler.services(0.0)) == {"", "decode", "bulk"}
     with pytest.raises(InvalidRequest, match="return a tuple of numbers"):
         wrong = pool(policy=Wrong("rank", None))
         leased(wrong, "decode")

@@ -41,6 +41,8 @@ class Reason(enum.Enum):
     NOT_LOADED = enum.auto()
     #: The lease gave way at a checkpoint: it has no executor of its own until it is granted again.
     GAVE_WAY = enum.auto()
+    #: The pool has watchers: each launch has a ticket, for its records.
+    WATCHED = enum.auto()
 
 
 #: The reasons that end where the lease moves to another executor.
@@ -89,6 +91,8 @@ class BoundLaunch:
         self._slow_reasons: set[Reason] = set()
         #: Uses of its buffers by other streams, since its last launch.
         self._elsewhere: dict[TicketedStream, int] = {}
+        if lease.recorder.watched:
+            self.watch()
         if lease.stream_shared:
             self._slow_reasons.add(Reason.STREAM_SHARED)
         uses = tuple(self._arguments.buffers.values())
@@ -127,6 +131,9 @@ class BoundLaunch:
             self._check_room()
             if self._must_defer():
                 self._launch_deferred()
+                return
+            if Reason.WATCHED in self._slow_reasons:
+                self._launch_watched()
                 return
         try:
             self._launch()
@@ -214,8 +221,14 @@ class BoundLaunch:
         # In place: another thread may close it meanwhile.
         self._slow_reasons -= ENDED_BY_MOVE
         self._slow_reasons.add(Reason.MOVED)
+        if self._lease.recorder.watched:
+            self.watch()
         if self._prepared.kernel not in self._cache.loaded:
             self._slow_reasons.add(Reason.NOT_LOADED)
+
+    def watch(self) -> None:
+        """Have each launch be recorded, while the pool has watchers."""
+        self._slow_reasons.add(Reason.WATCHED)
 
     def pause(self) -> None:
         """Refuse launches until `move`."""
@@ -255,6 +268,8 @@ class BoundLaunch:
         if Reason.GAVE_WAY in reasons:
             self._lease.check_open()
         self._lease.check_capture()
+        if not self._lease.recorder.watched:
+            reasons.discard(Reason.WATCHED)
         reasons.discard(Reason.BUFFER_CLOSED)  # first: another thread may close a checked buffer
         try:
             for buffer, write in self._arguments.buffers.values():
@@ -316,6 +331,19 @@ class BoundLaunch:
             if self.track.health.is_over:
                 raise self.track.health.error()
             raise WouldBlock("too many launches are in flight: `await p.drain()` first")
+
+    def _launch_watched(self) -> None:
+        """Launch, with a ticket of its own."""
+        lease = self._lease
+        try:
+            self._launch()
+        except CUDAError as error:
+            self._failed(error)
+        lease.launches_without_ticket = True
+        lease.launch_budget -= 1
+        lease.ticket_bound_launches()
+        job: Job[None] = Job(self.track, self.track.issued, self._name, lease)
+        lease.record(job)
 
     def _launch_deferred(self) -> Job[None]:
         """Launch from the submit thread, with the argument values of now."""

@@ -53,6 +53,8 @@ def submit_call(
     lease.has_called = True
     poller.watch(stream)
     lease.executor.calls.submit(call, job, poller, where)
+    if lease.recorder.watched:
+        lease.record(job)
     return job
 
 

@@ -67,6 +67,8 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     lease.reusable = False
     lease.poller.watch(stream)
     executor.calls.submit(load, job, lease.poller)
+    if lease.recorder.watched:
+        lease.record(job)
     return job
 
 

@@ -16,6 +16,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from typing import Any, Final, Protocol, TypeVar
 
 from greensched._asynclib import get_ident
@@ -42,6 +43,7 @@ from greensched.execution.jobs import Job
 from greensched.execution.lease_end import LeaseEnd, end_capture
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
 from greensched.kernels import Abandonment
+from greensched.records import Done, Recorder, Submitted
 from greensched.scheduling.requests import Grant
 
 T = TypeVar("T")
@@ -70,6 +72,8 @@ class LeaseState(enum.Enum):
 
 class LeaseListener(Protocol):
     """The pool, as its leases see it."""
+
+    recorder: Recorder
 
     def check(self) -> None:
         """Raise if the pool does not work: closed, lost, forked."""
@@ -106,6 +110,8 @@ class BoundHandle(Protocol):
 
     def move(self) -> None: ...
 
+    def watch(self) -> None: ...
+
 
 class Lease:
     """One lease of an executor, by one loop. All methods are for that loop's thread.
@@ -120,8 +126,11 @@ class Lease:
         cache_key: what finds it in the lease cache; None: it is not to be cached.
     """
 
-    #: Where the holder's code took it, where checkpoints may change it.
-    taken_at: str = "an unknown place"
+    #: Where the holder's code took it, where checkpoints may change it; "": not known.
+    taken_at = ""
+    #: Of a lease that drains: the name of what held it, and since when it drains.
+    holder = ""
+    draining_since: float | None = None
 
     def __init__(
         self,
@@ -146,6 +155,9 @@ class Lease:
         self.bound_launches: list[BoundHandle] = []
         self.state = LeaseState.OPEN
         self._listener = listener
+        self.recorder = listener.recorder
+        #: Where there are watchers: when the last job of each stream was done.
+        self._job_ends: dict[TicketedStream, float] = {}
         self._close_waiters: list[Waiter] = []
         #: Of compilations that its work waits for; made for the first.
         self._abandonment: Abandonment | None = None
@@ -324,6 +336,8 @@ class Lease:
         job: Job[T] = Job(stream, ticket, what, self)
         self.poller.watch(stream)
         executor.submit_deferred(ordered_step, job, self.poller)
+        if self.recorder.watched:
+            self.record(job)
         if not on_copy_stream:
             self.launches_without_ticket = False
         return job
@@ -362,7 +376,29 @@ class Lease:
         poller = self.poller
         if stream not in poller.pending:
             poller.watch(stream)
+        if self.recorder.watched:
+            self.record(job)
         return job
+
+    def record(self, job: Job[Any]) -> None:
+        """Record that a job was submitted, and once it is done, that."""
+        executor, stream, recorder = self.executor, job._stream, self.recorder
+        time, number, lease = executor.driver.time, recorder.next_number(), self.grant.number
+        kind = "copy" if stream is executor.copy_stream else "call"
+        kind = "launch" if stream is executor.launch_stream else kind
+        submitted, ends = time(), self._job_ends
+        recorder.emit(Submitted(submitted, lease, number, job.name, kind, copy_context()))
+
+        def done() -> None:
+            now, error = time(), job._error
+            started = max(submitted, ends.get(stream, 0.0))
+            if error is None and not stream.reached(job._ticket):
+                error = stream.health.error()
+            ends[stream] = now
+            failure = "" if error is None else type(error).__name__
+            recorder.emit(Done(now, lease, number, job.name, kind, min(started, now), failure))
+
+        self.poller.when_reached(stream, job._ticket, done)
 
     def dependencies(self, stream: TicketedStream, uses: Uses) -> Dependencies:
         """Find what must come before work on a stream. Raises as `find_dependencies`."""

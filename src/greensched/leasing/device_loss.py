@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from threading import RLock
 from typing import Protocol
@@ -11,11 +10,10 @@ from greensched.errors import DeviceLost
 from greensched.execution.completion import PollerRegistry
 from greensched.execution.lease import Lease
 from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.requests import refuse
 from greensched.scheduling.requests import Request
-
-logger = logging.getLogger("greensched")
 
 
 class LosingHost(Protocol):
@@ -26,6 +24,7 @@ class LosingHost(Protocol):
     device_pools: tuple[DevicePool, ...]
     leases: set[Lease]
     pollers: PollerRegistry
+    records: LeaseRecords
 
     def stop_granting_locked(self) -> list[Request]: ...
 
@@ -49,7 +48,7 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
         refuse(request, DeviceLost(error))
     for poller in pollers:
         poller.kick_threadsafe()
-    logger.error("the GPU is unusable until this process is replaced: %s", error)
+    host.records.lost(error)
 
 
 def first_fault(device_pools: Sequence[DevicePool]) -> BaseException | None:

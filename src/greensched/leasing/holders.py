@@ -28,7 +28,7 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(BETWEEN):
         frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class HolderWatch:
@@ -68,9 +68,9 @@ def _may_have_more(request: Request) -> bool:
 
 
 def _warning(lease: Lease, now: float, waiting: int) -> str:
-    seconds = now - lease.grant.since
+    seconds, taken_at = now - lease.grant.since, lease.taken_at or "an unknown place"
     return (
-        f"the partition taken at {lease.taken_at} has {lease.grant.sms} SMs of device "
+        f"the partition taken at {taken_at} has {lease.grant.sms} SMs of device "
         f"{lease.ordinal}, and has come to no checkpoint for {seconds:.1f} s, while others wait "
         f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work, and "
         "write `async with p.idle():` where it waits for work"

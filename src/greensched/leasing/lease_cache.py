@@ -41,9 +41,9 @@ class LeaseCache:
         """Begin to keep leases. `time` returns the seconds that the scheduler counts with."""
         self._is_open, self._scheduler, self._time = True, scheduler, time
 
-    def close_locked(self) -> None:
-        """Keep no lease from here on; the scheduler has reclaimed all."""
-        self._is_open = False
+    def set_open_locked(self, is_open: bool) -> None:
+        """Keep leases from here on, or none; where none, the scheduler has reclaimed all."""
+        self._is_open = is_open
 
     def forked(self, lock: RLock) -> None:
         """Forget every lease, in a forked child; take no lock that a thread of the parent holds."""

@@ -25,6 +25,7 @@ from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.pool_state import CloseReport, PoolState
+from greensched.records import Recorder, Watcher
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
 from greensched.scheduling.services import ServiceClass
@@ -65,6 +66,9 @@ class PoolLifecycle:
         #: Also the manager's lock. Re-entrant: a policy of the user's may read statistics under it.
         self.lock = threading.RLock()
         self.cache = LeaseCache(self.lock)
+        self.recorder = Recorder()
+        #: Leases are timed once the pool is open.
+        self.is_timed = False
         self._manager: LeaseManager | None = None
         #: The manager once it grants: one attribute for the hot paths.
         self.granting: LeaseManager | None = None
@@ -120,7 +124,7 @@ class PoolLifecycle:
             if self._opening is None:
                 driver = drivers.open(self.options.driver)
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
-                manager = LeaseManager(driver, builder, self.lock, self.cache)
+                manager = LeaseManager(driver, builder, self.lock, self.cache, self.recorder)
                 opening = BackgroundTask(lambda: self._build(manager))
                 builder.submit(opening.run)  # raises RuntimeError where no thread can be started
                 self._manager, self._opening = manager, opening
@@ -166,7 +170,11 @@ class PoolLifecycle:
                 options.services,
                 options.placement,
             )
-            self.granting = manager
+            with self.lock:
+                self.granting = manager
+                if self.is_timed:
+                    manager.time_leases_locked()
+            logger.info("a pool is open over %s", [each.device for each in device_pools])
         except BaseException as error:
             for device_pool in device_pools:
                 device_pool.abandon()
@@ -178,6 +186,30 @@ class PoolLifecycle:
             if first is error:
                 raise
             raise first from None
+
+    # -- watching --------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> None:
+        """Add a watcher. See `Pool.watch`."""
+        self.refuse_in_decision()
+        with self.lock:
+            granting = self.granting
+            self.recorder.start(watcher, () if granting is None else granting.watched_locked())
+        self.recorder.flush()
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove a watcher."""
+        with self.lock:
+            if self.recorder.stop(watcher) and self.granting is not None:
+                self.granting.unwatched_locked()
+
+    def time_leases(self) -> None:
+        """Time leases from now on. See `Pool.time_leases`."""
+        self.refuse_in_decision()
+        with self.lock:
+            self.is_timed = True
+            if self.granting is not None:
+                self.granting.time_leases_locked()
 
     # -- closing ---------------------------------------------------------------------------------
 
@@ -265,6 +297,7 @@ class PoolLifecycle:
         finally:
             ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
             process.release_devices(manager.driver, ordinals)
+        logger.info("the pool is closed")
         if abandoned:
             logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
         return CloseReport(tuple(abandoned))
@@ -272,5 +305,6 @@ class PoolLifecycle:
     def forked(self) -> None:
         """In a forked child: use new locks, and refuse everything. See `process`."""
         self.lock = threading.RLock()  # a thread that the child does not have may hold the old one
+        self.recorder.forked()
         if self._manager is not None:
             self._manager.forked(self.lock)

@@ -46,10 +46,11 @@ from greensched.leasing.device_loss import device_lost, first_fault
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.holders import HolderWatch
 from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.memory_quotas import update_quotas
 from greensched.leasing.missing_executors import MissingExecutors
 from greensched.leasing.pool_state import PoolState
-from greensched.leasing.pool_statistics import PoolStatistics, collect_statistics
+from greensched.leasing.pool_statistics import LeaseInfo, PoolStatistics, collect_statistics
 from greensched.leasing.requests import (
     GrantWaiter,
     LeaseRequest,
@@ -59,14 +60,14 @@ from greensched.leasing.requests import (
     notify,
     refuse,
 )
+from greensched.records import Record, Recorder, Refused, holder_name
 from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
+from greensched.scheduling.histogram import Histogram, durations
 from greensched.scheduling.policy import Policy
-from greensched.scheduling.requests import Grant, Request
+from greensched.scheduling.requests import QUEUED, Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
-
-logger = logging.getLogger("greensched")
 
 #: While requests are queued or come, closed loops are looked for this often.
 TICK_S = 0.050
@@ -84,10 +85,16 @@ class LeaseManager:
         builder: the thread on which everything happens that blocks.
         lock: guards the scheduler, the leases and the state.
         cache: leases without work, which wait for the next request for the same.
+        recorder: of the pool's records.
     """
 
     def __init__(
-        self, driver: Driver, builder: WorkerThread, lock: threading.RLock, cache: LeaseCache
+        self,
+        driver: Driver,
+        builder: WorkerThread,
+        lock: threading.RLock,
+        cache: LeaseCache,
+        recorder: Recorder,
     ) -> None:
         self.driver = driver
         self._time = driver.time
@@ -96,6 +103,10 @@ class LeaseManager:
         self.device_pools: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
         self.cache = cache
+        self.recorder = recorder
+        self.records = LeaseRecords(recorder, driver.time)
+        #: Where leases are timed: from a grant to the turn in which the task goes on.
+        self._wake: Histogram | None = None
         #: Leases that are open or draining; cached ones, too.
         self.leases: set[Lease] = set()
         self.builder = MissingExecutors(self, builder)
@@ -145,11 +156,14 @@ class LeaseManager:
         update_quotas(self._quotas, services)
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
+            self.records.device_pools = self.device_pools
             for each in device_pools:
                 each.device.health.on_failure = partial(device_lost, self)
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
                 self.state = OPEN
                 self.cache.open_locked(scheduler, self._time)
+                if self.recorder.watched:
+                    self.watched_locked()
         self.builder.make_missing()
 
     # -- requests --------------------------------------------------------------------------------
@@ -182,6 +196,8 @@ class LeaseManager:
             await waiter.wait()
             with self.lock:
                 self.check()
+                if self._wake is not None:
+                    self._wake.add(self._time() - queued.grants[0].began)
                 return self._claim_locked(queued, poller, request)
         except GeneratorExit:  # the collector ended the task: no lock may be taken here
             self._abandoned.append(queued)
@@ -236,7 +252,10 @@ class LeaseManager:
         try:
             with self.lock:
                 asked, leases, granted = self._request_locked(request, poller, wait=wait)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, WouldBlock):
+                self.records.tell_rarely("refused %s: %s", request, error)
+            self.recorder.flush()
             user_code.report()
             raise
         try:
@@ -255,21 +274,32 @@ class LeaseManager:
         if self.state is not OPEN:
             raise self.refusal()
         near, device, now = request.near, request.device, self._time()
-        asked = self.scheduler.request(
-            now,
-            request.parts,
-            service=request.service,
-            devices=None if device is None else (index_of(self.device_pools, device),),
-            near=None if near is None else index_of(self.device_pools, near),
-            deadline=None if request.deadline is None else now + request.deadline,
-            duration=request.duration,
-            holder=poller.loop.current_holder(),
-            wait=wait,
-        )
+        holder, is_watched = poller.loop.current_holder(), self.recorder.watched
+        if is_watched:
+            self.records.add_requested(now, self.scheduler.arrivals, request, holder)
+        try:
+            asked = self.scheduler.request(
+                now,
+                request.parts,
+                service=request.service,
+                devices=None if device is None else (index_of(self.device_pools, device),),
+                near=None if near is None else index_of(self.device_pools, near),
+                deadline=None if request.deadline is None else now + request.deadline,
+                duration=request.duration,
+                holder=holder,
+                wait=wait,
+            )
+        except BaseException as error:
+            if is_watched:
+                name, number = type(error).__name__, self.scheduler.arrivals
+                self.recorder.add(Refused(now, number, request.service, name))
+            raise
         granted = self.scheduler.resized(asked)
         leases = self._claim_locked(asked, poller, request) if asked.grants else ()
         if not leases:
             GrantWaiter(asked, poller)
+            if is_watched:
+                self.records.add_queued(asked, self.scheduler.waiting)
         return asked, leases, granted
 
     @property
@@ -344,6 +374,8 @@ class LeaseManager:
         Returns the requests that are granted because of it.
         """
         now = self._time()
+        if self.recorder.watched and (request.grants or request.state is QUEUED):
+            self.records.add_cancelled(request)
         granted = self.scheduler.cancel(now, request)
         grants, request.grants = request.grants, ()
         for grant in grants:
@@ -377,6 +409,8 @@ class LeaseManager:
                 lease.give_way()
                 waiting = grant.request
                 GrantWaiter(waiting, lease.poller)
+                if self.recorder.watched:
+                    self.records.add_queued(waiting, self.scheduler.waiting)
             elif grant.mask != before:
                 executor.is_leased = False
                 lease.move_to(self._take_executor_locked(grant))
@@ -407,6 +441,8 @@ class LeaseManager:
                 lease.check_waiting()
                 GrantWaiter(request, lease.poller)
                 granted = self.scheduler.ask_again(self._time(), lease.grant)
+                if self.recorder.watched:
+                    self.records.add_queued(request, self.scheduler.waiting)
         except GreenschedError:
             lease.end()
             raise
@@ -485,18 +521,72 @@ class LeaseManager:
             except NoLoop:
                 self.pollers.call_one(self._take_over_closed_loops)
         with self.lock:
+            now = self._time()
             if not in_decision:
-                self.scheduler.reclaim(self._time())
+                self.scheduler.reclaim(now)
+            wake = None if self._wake is None else durations(self._wake)
             return collect_statistics(
-                self.state, self.device_pools, len(self.leases), self.scheduler
+                self.state, self.device_pools, len(self.leases), self.scheduler, now, wake
             )
+
+    def held(self) -> list[LeaseInfo]:
+        """Return the leases that hold SMs, the oldest first. See `Pool.leases`."""
+        with self.lock:
+            self.scheduler.reclaim(self._time())
+            infos = [self._info(lease) for lease in self.leases if not lease.grant.over]
+        return sorted(infos, key=lambda info: info.since)
+
+    def _info(self, lease: Lease) -> LeaseInfo:
+        grant = lease.grant
+        return LeaseInfo(
+            holder=lease.holder or holder_name(grant.holder),
+            service=grant.class_state.name,
+            device=lease.ordinal,
+            sms=grant.sms,
+            cells=grant.mask & self.device_pools[grant.device].cells.full_mask,
+            since=grant.began,
+            draining_since=lease.draining_since,
+            place=lease.taken_at,
+        )
+
+    def time_leases_locked(self) -> None:
+        """Time leases from now on. Idempotent."""
+        if self._wake is None:
+            self._wake = Histogram()
+            self.scheduler.time_leases(self._time())
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def watched_locked(self) -> list[Record]:
+        """Record from now on. Return records of what is held.
+
+        No lease is cached meanwhile: each is decided on, and recorded.
+        """
+        self.scheduler.reclaim(self._time())
+        self.cache.set_open_locked(False)
+        self.scheduler.allocator.on_resize = self.records.add_resized
+        for lease in self.leases:
+            for bound in lease.bound_launches:
+                bound.watch()
+        grants = [grant for held in self.scheduler.allocator.grants for grant in held]
+        return [self.records.granted(grant, grant.began) for grant in grants]
+
+    def unwatched_locked(self) -> None:
+        """Record nothing from now on."""
+        self.scheduler.allocator.on_resize = None
+        self.records.forget()
+        self.cache.set_open_locked(self.state is OPEN)
 
     # -- giving back -----------------------------------------------------------------------------
 
     def lease_draining(self, lease: Lease) -> None:
         """Tell the scheduler that a lease has ended before its work."""
+        grant, now = lease.grant, self._time()
         with self.lock:
-            self.scheduler.release(lease.grant)
+            lease.holder, lease.draining_since = holder_name(grant.holder), now
+            self.records.add_released(grant, now)
+            self.scheduler.release(grant)
+        self.recorder.flush()
 
     def lease_closed(self, lease: Lease) -> None:
         """Free the cells of a lease whose work is done."""
@@ -530,16 +620,23 @@ class LeaseManager:
             if not notify(request):
                 with self.lock:
                     granted += self.cancel_locked(request)
+        if self.recorder.watched:
+            self.recorder.flush()
         rejected = self.scheduler.rejected
         while rejected:
             with suppress(IndexError):  # another thread was first
-                refuse(*rejected.pop())
+                self._refuse_queued(*rejected.pop())
         if self.scheduler.missing_executors:
             self.builder.make_missing()
         if self._idle_waiters and self.scheduler.is_idle:
             self._wake_idle_waiters()
         if user_code.deferred:
             user_code.report()
+
+    def _refuse_queued(self, request: Request, error: Exception) -> None:
+        """Refuse a request that left the queue."""
+        self.records.refused_in_queue(request, error)
+        refuse(request, error)
 
     def _on_queue_tick(self) -> float:
         """Expire queued requests, and look for closed loops, while requests are queued.
@@ -554,9 +651,10 @@ class LeaseManager:
             deadline = self.scheduler.next_deadline()
             warnings = self._holders.warnings(now, self.leases, self.scheduler.queued)
         for warning in warnings:
-            logger.warning(warning)
+            self.records.tell_rarely("%s", warning, level=logging.WARNING)
         for request in expired:
-            refuse(request, DeadlineExceeded((request.deadline or now) - request.arrived))
+            error = DeadlineExceeded((request.deadline or now) - request.arrived)
+            self._refuse_queued(request, error)
         self.notify_granted(granted)
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
 
@@ -634,6 +732,7 @@ class LeaseManager:
             waiting = self.stop_granting_locked() if self.state is OPEN else []
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
+        self.recorder.flush()
         for request in waiting:
             refuse(request, PoolClosed("this pool", "closing"))
 
@@ -641,9 +740,14 @@ class LeaseManager:
         """Reclaim what is cached and empty the queue; return the requests that were in it."""
         if not self.device_pools:
             return []
-        self.scheduler.reclaim(self._time())
-        self.cache.close_locked()
-        return self.scheduler.close()
+        now = self._time()
+        self.scheduler.reclaim(now)
+        self.cache.set_open_locked(False)
+        waiting = self.scheduler.close()
+        if self.recorder.watched:
+            for request in waiting:
+                self.records.add_cancelled(request)
+        return waiting
 
     async def wait_until_idle(self, grace: float) -> None:
         """Wait until no lease is granted, open or draining, or the grace has passed."""

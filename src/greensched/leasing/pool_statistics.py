@@ -8,6 +8,7 @@ from typing import Any
 
 from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.pool_state import PoolState
+from greensched.scheduling.histogram import Durations
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 
@@ -26,6 +27,8 @@ class PoolStatistics(SchedulerStatistics):
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
         degraded: what the pool does without because a driver refused it at `open`: a sentence each.
         services: the statistics of each class; "": of requests that name none.
+        wake: how long after its grant a queued request's task went on: what a slow event loop
+            costs. None unless `Pool.time_leases` was called: counted since.
     """
 
     state: PoolState
@@ -38,6 +41,7 @@ class PoolStatistics(SchedulerStatistics):
     completion: str
     degraded: tuple[str, ...]
     services: Mapping[str, ServiceStatistics]
+    wake: Durations | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as values that `json.dumps` takes."""
@@ -45,7 +49,12 @@ class PoolStatistics(SchedulerStatistics):
 
 
 def collect_statistics(
-    state: PoolState, device_pools: Sequence[DevicePool], leases: int, scheduler: Scheduler
+    state: PoolState,
+    device_pools: Sequence[DevicePool],
+    leases: int,
+    scheduler: Scheduler,
+    now: float,
+    wake: Durations | None,
 ) -> PoolStatistics:
     """Collect what a pool has and did, at one moment; the caller holds the manager's lock."""
     executors = [executor for each in device_pools for executor in each.executors.values()]
@@ -60,6 +69,31 @@ def collect_statistics(
         + sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
         degraded=tuple(what for each in device_pools for what in each.degraded),
-        services=scheduler.services(),
+        services=scheduler.services(now),
+        wake=wake,
         **asdict(scheduler.statistics()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease that holds SMs; see `Pool.leases`.
+
+    Attributes:
+        holder: the name of its task or thread.
+        service: its class; "": none.
+        device: the ordinal.
+        sms: how many, in so many `cells`, a bit mask.
+        since: when it was granted, in seconds as of `Record.time`.
+        draining_since: when its block was left, while its work still runs; None: it was not.
+        place: where the code took it, known of leases of a range of sizes; "": not known.
+    """
+
+    holder: str
+    service: str
+    device: int
+    sms: int
+    cells: int
+    since: float
+    draining_since: float | None
+    place: str

@@ -53,6 +53,11 @@ class SMAllocator:
         self.split_controller = SplitController()
         self.virtual_time = VirtualTime()
         self.total = sum(cells.total for cells in self.devices)
+        #: Leases are timed, for the histograms of their classes.
+        self.is_timed = False
+        #: Told of a grant whose cells have changed, and the mask and the SMs that it had. Called
+        #: inside a decision.
+        self.on_resize: Callable[[Grant, int, int], object] | None = None
         self.classes: dict[str, ClassState] = {"": ClassState(DEFAULT_CLASS)}
         self.set_rules(services)
 
@@ -368,13 +373,15 @@ class SMAllocator:
         self, request: Request, device: int, masks: tuple[int, ...], now: float
     ) -> tuple[Grant, ...]:
         """Grant free cells, or a shared grant, to the parts of a request."""
-        grants = []
+        grants: list[Grant] = []
         for mask in masks:
             grant = Grant(request, device, now)
             self.exclusive[device] += grant.is_exclusive
             self.resize(grant, mask)
             if self.is_classed or request.duration is not None:
                 self._charge(grant, now)
+            if self.is_timed and (self.is_classed or not grants):  # as `granted` counts
+                request.class_state.wait.add(now - request.arrived)
             self.grants[device][grant] = None
             grants.append(grant)
         return tuple(grants)
@@ -384,6 +391,8 @@ class SMAllocator:
         mask, sms = grant.mask, grant.sms
         del self.grants[grant.device][grant]
         self.exclusive[grant.device] -= grant.is_exclusive
+        if self.is_timed:
+            self._time(grant, now)
         if not grant.is_settled and (self.is_classed or grant.request.duration is not None):
             self._settle(grant, now)
         self.resize(grant, 0)
@@ -400,6 +409,7 @@ class SMAllocator:
         device, state = grant.device, grant.class_state
         cells, reservations = self.devices[device], self.reservations[device]
         free, is_shared = self.free_masks[device], mask > cells.full_mask
+        mask_before, sms_before = grant.mask, grant.sms
         held, wanted = 0 if grant.is_shared else grant.mask, 0 if is_shared else mask
         if wanted & ~(free | held):
             raise AssertionError(f"cells granted twice: {wanted:b} of {free | held:b}")
@@ -428,6 +438,8 @@ class SMAllocator:
                 reservations.give(grant, before - after)
             if is_elastic:
                 reservations.note_short(grant, is_over=not wanted)
+        if self.on_resize is not None:
+            self.on_resize(grant, mask_before, sms_before)
 
     def choose_mask(
         self, grant: Grant, least: int, most: int, *, prefer: int = 0
@@ -523,6 +535,28 @@ class SMAllocator:
             grant.ends, grant.is_bounded = now + seconds, known
             self.virtual_time.charge(grant, seconds)
 
+    def _time(self, grant: Grant, now: float) -> None:
+        """Count how long a lease lasted whose grant is over, and how long it drained."""
+        state = grant.class_state
+        state.use.seconds += grant.reused_s
+        if not self.is_classed and grant.request.duration is None:
+            state.sm_time += self.unsettled_sm_time(grant, now, is_suspended=grant.is_suspended)
+        if not grant.is_suspended:
+            ended = grant.released or now
+            state.use.add(ended - grant.began)
+            state.drain.add(now - ended)
+
+    def unsettled_sm_time(self, grant: Grant, now: float, *, is_suspended: bool) -> float:
+        """Return the SM-seconds of a grant that `sm_time` of its class lacks."""
+        if self.is_classed:
+            return 0.0 if grant.is_settled else grant.used + grant.sms * (now - grant.since)
+        used = grant.reused_s * grant.sms
+        if is_suspended:
+            return used
+        if grant.request.is_elastic:
+            return used + grant.used + grant.sms * (now - grant.since)
+        return used + grant.sms * (now - grant.began)
+
     def _settle(self, grant: Grant, now: float) -> None:
         state, request = grant.class_state, grant.request
         self.virtual_time.settle(grant, now)
@@ -562,6 +596,8 @@ class SMAllocator:
 
     def suspend(self, grant: Grant, now: float) -> None:
         """Account for a lease that has ended, whose grant is suspended; where there are classes."""
+        if self.is_timed:
+            grant.class_state.use.add(now - grant.began)
         self._settle(grant, now)
         grant.is_settled = True
 

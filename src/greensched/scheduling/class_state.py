@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from greensched.scheduling.histogram import Histogram
 from greensched.scheduling.latency_margin import LatencyMargin
 from greensched.scheduling.services import NO_CAP, ServiceClass
 from greensched.typing import NamedSize
@@ -47,6 +48,14 @@ class ClassState:
         #: SM-seconds of its leases that are over, and the number of its leases.
         self.sm_time = 0.0
         self.granted = 0
+        #: Its requests that ended otherwise.
+        self.cancelled = self.expired = self.refused = 0
+        #: Where leases are timed: how long its requests waited, its leases lasted, and its work
+        #: took after the end of a lease. A lease on a suspended grant did not wait, and is not in
+        #: `wait`; one whose grant is then suspended did not drain, and is not in `drain`.
+        self.wait, self.use, self.drain = Histogram(), Histogram(), Histogram()
+        #: Leases granted before that.
+        self.untimed = 0
         #: Seconds of a lease: the mean, and the longest of late; the longest time of late between
         #: two checkpoints.
         self.mean_duration = self.longest_duration = self.checkpoint_interval = 0.0

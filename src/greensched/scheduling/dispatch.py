@@ -183,6 +183,7 @@ class Dispatcher:
         error = DeadlineExceeded(request.deadline - request.arrived)
         self.rejected.append((request, error))
         self.expired += 1
+        request.class_state.expired += 1
         request.state = GONE
         self.queue.remove(request)
 
@@ -345,6 +346,7 @@ class Dispatcher:
         """Take a request out of the queue that can never be granted any more."""
         self.rejected.append((request, self.too_many(request)))
         self.rejections += 1
+        request.class_state.cancelled += 1
         request.state = GONE
         self.queue.remove(request)
         self._again = True  # for the request behind it

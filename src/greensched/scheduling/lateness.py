@@ -99,6 +99,7 @@ class Lateness:
                 request.due = None
                 return
             self.refused += 1
+            request.class_state.refused += 1
             raise DeadlineImpossible(done, request.due - request.arrived)
         request.deadline = request.due = None
         request.priority = -math.inf

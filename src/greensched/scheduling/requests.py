@@ -60,10 +60,14 @@ class Grant:
         "is_settled",
         "is_shared",
         "is_short",
+        "is_suspended",
         "loans",
         "mask",
+        "number",
         "over",
+        "released",
         "request",
+        "reused_s",
         "since",
         "sms",
         "used",
@@ -81,6 +85,8 @@ class Grant:
         self.draining = self.over = False
         #: Its lease has ended and is accounted for, and the cells are kept for the next one.
         self.is_settled = False
+        #: Its cells are reclaimed, where it was kept for the next lease.
+        self.is_suspended = False
         #: It has all SMs of a device, which other shared grants may have, too; the bit of `mask`
         #: above all cells tells them apart.
         self.is_shared = False
@@ -97,6 +103,11 @@ class Grant:
         self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
+        #: When its lease ended before its work, and seconds of earlier leases on it that
+        #: `ClassState.times` lacks; where leases are timed.
+        self.released = self.reused_s = 0.0
+        #: The number of its lease in the pool's records; 0: none yet.
+        self.number = 0
 
     def will_end(self, now: float) -> bool:
         """Return whether it is known when it ends: it need not give way for others to have a turn.

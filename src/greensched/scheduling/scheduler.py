@@ -36,6 +36,8 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from math import frexp
 from typing import Final
 
 from greensched.errors import (
@@ -49,6 +51,7 @@ from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
+from greensched.scheduling.histogram import TINY, Durations, durations
 from greensched.scheduling.lateness import Lateness
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
@@ -110,6 +113,9 @@ class Scheduler:
         self._resumed = 0
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
+        self._is_timed = False
+        #: Of the one class, where there are no others.
+        self._use_counts = self.allocator.classes[""].use.counts
         self._need_reserves()
 
     # -- requests --------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ class Scheduler:
             due = now + state.latency
         request = Request(
             state, parts, self._everywhere if devices is None else devices,
-            state.priority if priority is None else priority, now, self._arrivals,
+            state.priority if priority is None else priority, now, self.arrivals,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
         if holder is not None and self.dispatcher.holds(holder):
@@ -207,7 +213,7 @@ class Scheduler:
             return None
         sms, state = allocator.devices[device].sm_count(mask), allocator.classes[""]
         size = SizeRange(sms, sms)
-        claimed = Request(state, (size,), (device,), 0, now, self._arrivals)
+        claimed = Request(state, (size,), (device,), 0, now, self.arrivals)
         claimed.grants = allocator.allocate(claimed, device, (mask,), now)
         claimed.state = GRANTED
         self._requested += 1
@@ -245,13 +251,13 @@ class Scheduler:
             if not line.devices:
                 raise self.dispatcher.too_many(request)
         if not wait:
-            self._refused += 1
+            self._count_refusal(request)
             raise self._would_block(request)
         if request.held_devices:
             self._refuse_deadlock(request, line.devices)
         state, waiting = request.class_state, self.queue.waiting
         if waiting >= self.max_waiting or state.waiting >= state.max_waiting:
-            self._refused += 1
+            self._count_refusal(request)
             number = waiting if waiting >= self.max_waiting else state.waiting
             raise QueueFull(number, self._retry_after(request, line.asked, now))
         if request.due is not None and request.duration is not None:
@@ -269,6 +275,7 @@ class Scheduler:
         if request.state is not QUEUED:
             return []
         self._cancelled += 1
+        request.class_state.cancelled += 1
         return self.dispatcher.dispatch(now) if self._leave(request) else []
 
     def _leave(self, request: Request) -> bool:
@@ -384,7 +391,7 @@ class Scheduler:
         return self.dispatcher.dispatch(now)
 
     def _queue_again(self, request: Request, now: float) -> None:
-        request.arrived, request.order = now, self._arrivals
+        request.arrived, request.order = now, self.arrivals
         request.holder, request.held_devices, request.gave_way = None, frozenset(), False
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
@@ -459,6 +466,10 @@ class Scheduler:
         grant.holder = None
         if self.allocator.is_classed:
             self.allocator.suspend(grant, now)
+        elif self._is_timed:  # `Histogram.add`, without a call
+            seconds = now - grant.began
+            self._use_counts[frexp(seconds + TINY)[1]] += 1
+            grant.reused_s += seconds
         return True
 
     def _may_reuse(self, grant: Grant) -> bool:
@@ -487,6 +498,7 @@ class Scheduler:
             return
         suspended, self._suspended = self._suspended, {}
         for grant in suspended:
+            grant.is_suspended = True
             granted = self.drained(now, grant)
             assert not granted, "a grant was suspended while a request waited"
         self._on_reclaim()
@@ -520,6 +532,7 @@ class Scheduler:
         may_grant |= queue.waiting > 0 and self.is_idle
         while (request := queue.expired(now)) is not None:
             self._expired += 1
+            request.class_state.expired += 1
             may_grant |= self._leave(request)
             expired.append(request)
         return (self.dispatcher.dispatch(now) if may_grant else []), expired
@@ -573,6 +586,7 @@ class Scheduler:
         waited = sorted(self.queue.queued(), key=by_rank)
         for request in waited:
             self._cancelled += 1
+            request.class_state.cancelled += 1
             self._leave(request)
         return waited
 
@@ -598,7 +612,7 @@ class Scheduler:
         return not any(self.allocator.grants)
 
     @property
-    def _arrivals(self) -> int:
+    def arrivals(self) -> int:
         """How many requests have arrived: the order of the next one, which no other has."""
         return self._requested + self._resumed
 
@@ -619,8 +633,8 @@ class Scheduler:
             free += cells.largest_within(cells.full_mask & ~all_held)
         return SchedulerStatistics(
             waiting=self.queue.waiting,
-            requested=self._arrivals,
-            granted=self._resumed + self.dispatcher.granted,
+            requested=self.arrivals,
+            granted=self.granted,
             cancelled=self._cancelled + self.dispatcher.rejections,
             expired=self._expired + self.dispatcher.expired,
             refused=self._refused + self.lateness.refused,
@@ -629,22 +643,68 @@ class Scheduler:
             sms_draining=draining,
         )
 
-    def services(self) -> dict[str, ServiceStatistics]:
-        """Return statistics by class name; "": requests without a class. Empty without classes."""
+    def time_leases(self, now: float) -> None:
+        """Count from now on how long requests wait, and leases last and drain. Idempotent."""
+        if self._is_timed:
+            return
+        self.reclaim(now)
+        self._is_timed = self.allocator.is_timed = True
+        for state in self.allocator.classes.values():
+            state.untimed = self._granted_of(state)
+
+    def _granted_of(self, state: ClassState) -> int:
+        return state.granted if self.allocator.is_classed else self.granted
+
+    @property
+    def granted(self) -> int:
+        """How many requests were granted."""
+        return self._resumed + self.dispatcher.granted
+
+    def services(self, now: float) -> dict[str, ServiceStatistics]:
+        """Return statistics by class name; "": requests without a class.
+
+        Empty without classes, unless leases are timed.
+        """
         allocator = self.allocator
-        if not allocator.is_classed:
+        if not (allocator.is_classed or self._is_timed):
             return {}
+        running: dict[ClassState, float] = {}
+        reused: dict[ClassState, float] = {}
+        for grant in chain.from_iterable(allocator.grants):
+            state, is_suspended = grant.class_state, grant in self._suspended
+            used = allocator.unsettled_sm_time(grant, now, is_suspended=is_suspended)
+            running[state] = running.get(state, 0.0) + used
+            reused[state] = reused.get(state, 0.0) + grant.reused_s
         return {
-            name: ServiceStatistics(
-                sms=state.sms,
-                sms_lent=state.lent * allocator.devices[state.home].size,
-                waiting=state.waiting,
-                granted=state.granted,
-                sm_seconds=state.sm_time,
-                is_shared=state.shared and not allocator.split_controller.is_split,
-            )
+            name: self._statistics_of(state, running.get(state, 0.0), reused.get(state, 0.0))
             for name, state in allocator.classes.items()
         }
+
+    def _statistics_of(self, state: ClassState, running: float, reused: float) -> ServiceStatistics:
+        cells, granted = self.allocator.devices[state.home].size, self._granted_of(state)
+        wait: Durations | None = None
+        use: Durations | None = None
+        drain: Durations | None = None
+        if self._is_timed:
+            use = durations(state.use, seconds=reused)
+            wait = durations(state.wait, granted - state.untimed - sum(state.wait.counts))
+            drain = durations(state.drain, use.count - sum(state.drain.counts))
+        return ServiceStatistics(
+            sms=state.sms,
+            sms_lent=state.lent * cells,
+            waiting=state.waiting,
+            granted=granted,
+            sm_seconds=state.sm_time + running,
+            is_shared=state.shared and not self.allocator.split_controller.is_split,
+            reserve=state.reserve_cells * cells,
+            weight=state.weight,
+            cancelled=state.cancelled,
+            expired=state.expired,
+            refused=state.refused,
+            wait=wait,
+            use=use,
+            drain=drain,
+        )
 
     def _over_quota(self) -> list[ClassState]:
         """Return the classes whose requests wait for their quota."""
@@ -658,6 +718,10 @@ class Scheduler:
     def _able(self, request: Request) -> tuple[int, ...]:
         """Return the devices on which a request fits once all leases have ended."""
         return tuple(d for d in request.devices if self.allocator.can_ever_fit(request, d))
+
+    def _count_refusal(self, request: Request) -> None:
+        self._refused += 1
+        request.class_state.refused += 1
 
     def _would_block(self, request: Request) -> WouldBlock:
         if request.missing_executors:

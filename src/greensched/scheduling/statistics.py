@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from greensched.scheduling.histogram import Durations
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
@@ -37,8 +39,13 @@ class ServiceStatistics:
         sms_lent: SMs of its reserve that other classes have borrowed.
         waiting: its queued requests.
         granted: its leases since the start.
-        sm_seconds: what its leases that are over took.
+        sm_seconds: what its leases took so far, draining included.
         is_shared: it is granted all SMs of a device, shared with other such classes.
+        reserve, weight: of its `ServiceClass`; SMs are whole cells.
+        cancelled, expired, refused: its requests that ended otherwise.
+        wait, use, drain: how long its requests waited for a grant; its leases lasted, from the
+            grant to the end of the block; and their work took after that. None unless
+            `Pool.time_leases` was called: counted since.
     """
 
     sms: int
@@ -47,3 +54,11 @@ class ServiceStatistics:
     granted: int
     sm_seconds: float
     is_shared: bool
+    reserve: int = 0
+    weight: float = 1.0
+    cancelled: int = 0
+    expired: int = 0
+    refused: int = 0
+    wait: Durations | None = None
+    use: Durations | None = None
+    drain: Durations | None = None

@@ -1,0 +1,161 @@
+"""Records of what the manager decides, and its rare events.
+
+Records are added under the manager's lock, in the order of the decisions, and delivered outside it:
+`Recorder.flush` follows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+
+from greensched.errors import DeadlineExceeded
+from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.requests import LeaseRequest
+from greensched.records import (
+    Cancelled,
+    Drained,
+    Expired,
+    Granted,
+    Lent,
+    Lost,
+    Queued,
+    Reclaimed,
+    Recorder,
+    Refused,
+    Released,
+    Requested,
+    Resized,
+    holder_name,
+)
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.requests import NO_LOANS, Grant, Request
+
+logger = logging.getLogger("greensched")
+
+#: Rare events kept for `recent`.
+MOST_RECENT = 64
+
+
+class LeaseRecords:
+    """Makes the records of requests and grants. What `add_...` adds is for watchers alone.
+
+    Args:
+        recorder: delivers them.
+        time: the driver's clock, in seconds.
+    """
+
+    def __init__(self, recorder: Recorder, time: Callable[[], float]) -> None:
+        self.recorder = recorder
+        self.device_pools: tuple[DevicePool, ...] = ()
+        #: Rare events: when, and a line. The oldest go.
+        self.recent: deque[tuple[float, str]] = deque(maxlen=MOST_RECENT)
+        self._time = time
+        #: What grants have borrowed, as the records said last.
+        self._told_loans: dict[Grant, Mapping[ClassState, int]] = {}
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add_requested(self, now: float, number: int, request: LeaseRequest, holder: object) -> None:
+        """Add that a request was made, with the context of its caller."""
+        sizes, name = tuple(map(repr, request.sizes)), holder_name(holder)
+        context = copy_context()
+        self.recorder.add(Requested(now, number, request.service, sizes, name, context))
+
+    def add_queued(self, request: Request, waiting: int) -> None:
+        """Add that a request waits, unless it is granted already."""
+        if not request.grants:
+            name = request.class_state.name
+            self.recorder.add(Queued(self._time(), request.order, name, waiting))
+
+    def add_cancelled(self, request: Request) -> None:
+        """Add that a request was cancelled."""
+        self.recorder.add(Cancelled(self._time(), request.order, request.class_state.name))
+
+    def refused_in_queue(self, request: Request, error: Exception) -> None:
+        """Tell of a request that left the queue with an error. Not under the lock."""
+        name = request.class_state.name
+        is_expired = isinstance(error, DeadlineExceeded)
+        what = "expired" if is_expired else "refused"
+        self.tell_rarely("%s a queued request of class %r: %s", what, name, error)
+        if self.recorder.watched:
+            now, number = self._time(), request.order
+            refused = Refused(now, number, name, type(error).__name__)
+            self.recorder.emit(Expired(now, number, name) if is_expired else refused)
+
+    # -- grants ----------------------------------------------------------------------------------
+
+    def granted(self, grant: Grant, now: float) -> Granted:
+        """Make the record of a grant, and number it."""
+        request, device_pool = grant.request, self.device_pools[grant.device]
+        grant.number = grant.number or self.recorder.next_number()
+        return Granted(
+            now,
+            request.order,
+            grant.number,
+            grant.class_state.name,
+            device_pool.device.ordinal,
+            grant.mask & device_pool.cells.full_mask,
+            grant.sms,
+            max(0.0, now - request.arrived),
+            holder_name(grant.holder),
+        )
+
+    def add_resized(self, grant: Grant, mask: int, sms: int) -> None:
+        """Add that a grant, which had this mask, has others: its first cells, more, or none."""
+        now, add, name = self._time(), self.recorder.add, grant.class_state.name
+        device_pool = self.device_pools[grant.device]
+        if not mask:
+            add(self.granted(grant, now))
+        elif grant.mask:
+            ordinal, cells = device_pool.device.ordinal, grant.mask & device_pool.cells.full_mask
+            add(Resized(now, grant.number, name, ordinal, cells, grant.sms))
+        for one in {grant: None, **dict.fromkeys(self._told_loans)}:  # owners may forgo loans
+            self._add_loans(one, now)
+        if not grant.mask:
+            if not grant.released:
+                add(Released(now, grant.number, name))
+            add(Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
+
+    def _add_loans(self, grant: Grant, now: float) -> None:
+        """Add what a grant has borrowed and given back since it was last told."""
+        before, loans = self._told_loans.get(grant, NO_LOANS), grant.loans
+        if loans is before:
+            return
+        device_pool = self.device_pools[grant.device]
+        for owner in {**before, **loans}:
+            more = (loans.get(owner, 0) - before.get(owner, 0)) * device_pool.cells.size
+            if more:
+                kind = Lent if more > 0 else Reclaimed
+                names = grant.class_state.name, device_pool.device.ordinal, owner.name
+                self.recorder.add(kind(now, grant.number, *names, abs(more)))
+        if loans:
+            self._told_loans[grant] = loans
+        else:
+            self._told_loans.pop(grant, None)
+
+    def add_released(self, grant: Grant, now: float) -> None:
+        """Add that the block of a lease was left before its work was done."""
+        grant.released = now
+        if self.recorder.watched:
+            self.recorder.add(Released(now, grant.number, grant.class_state.name))
+
+    def forget(self) -> None:
+        """Forget what was told: the last watcher has gone."""
+        self._told_loans.clear()
+
+    # -- rare events -----------------------------------------------------------------------------
+
+    def tell_rarely(self, what: str, *values: object, level: int = logging.DEBUG) -> None:
+        """Log a rare event, and keep it for `recent`. Not under the lock."""
+        logger.log(level, what, *values)
+        self.recent.append((self._time(), what % values))
+
+    def lost(self, error: BaseException) -> None:
+        """Tell of a lost device. Not under the lock."""
+        message = "the GPU is unusable until this process is replaced: %s"
+        self.tell_rarely(message, error, level=logging.ERROR)
+        if self.recorder.watched:
+            self.recorder.emit(Lost(self._time(), getattr(error, "device", None), str(error)))

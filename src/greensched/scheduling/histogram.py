@@ -1,0 +1,61 @@
+"""Histograms of durations: counts by powers of two seconds, and their sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import frexp
+from typing import Final
+
+#: Seconds below `2 ** e` and not below half of that are counted at index `e`, which is negative
+#: below half a second: there Python counts from the end. 2 ** 31 s are 68 years.
+SLOTS: Final = 64
+#: Added to each duration, as 0 has no exponent: a nanosecond, shorter than any lease.
+TINY: Final = 1e-9
+#: The exponents of the bounds that are told: from 7.6 us to 16 s.
+EXPONENTS: Final = range(-17, 5)
+
+
+class Histogram:
+    """Counts durations in seconds. The caller keeps two threads from doing so at once."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * SLOTS
+        self.seconds = 0.0
+
+    def add(self, seconds: float, number: int = 1) -> None:
+        """Count so many of a duration."""
+        self.counts[frexp(seconds + TINY)[1]] += number
+        self.seconds += number * seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How long something took: a histogram at one moment.
+
+    Attributes:
+        count: how often.
+        seconds: in sum.
+        buckets: bounds in seconds, doubling from 7.6 us to 16 s, each with how many were below it.
+    """
+
+    count: int
+    seconds: float
+    buckets: tuple[tuple[float, int], ...]
+
+    def quantile(self, fraction: float) -> float | None:
+        """Return the bound below which so large a part is; None: of nothing, or beyond the last."""
+        wanted = fraction * self.count
+        return next((bound for bound, n in self.buckets if self.count and n >= wanted), None)
+
+
+def durations(histogram: Histogram, zeros: int = 0, seconds: float = 0.0) -> Durations:
+    """Return a histogram at this moment, with so many durations of 0, and seconds, beside."""
+    counts, below, buckets = histogram.counts, zeros, []
+    below += sum(counts[SLOTS // 2 : EXPONENTS.start])
+    for exponent in EXPONENTS:
+        below += counts[exponent]
+        buckets.append((2.0**exponent, below))
+    count = below + sum(counts[EXPONENTS.stop : SLOTS // 2])
+    return Durations(count, histogram.seconds + seconds, tuple(buckets))
