@@ -160,7 +160,7 @@ test-matrix: dist
 $(RELEASE)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or give PYTHON=<path>"; exit 2; }
 	$(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "pip>=25.3" hatchling
 	@touch $@
 
 # Built in a copy of its folder, with the headers of the runtime package of the nvrtc extra: an nvcc
