@@ -16,7 +16,8 @@ from greensched import driver as drivers
 from greensched._cleanup import first_error
 from greensched.device.device import Device
 from greensched.driver.interface import Driver
-from greensched.errors import DriverUnavailable, PoolClosed
+from greensched.driver.status import ErrorClass, error_class, unavailable
+from greensched.errors import CUDAError, DriverUnavailable, PoolClosed
 from greensched.execution.background import BackgroundTask
 from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
@@ -183,6 +184,8 @@ class PoolLifecycle:
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
             first = first_error(error)
+            if isinstance(first, CUDAError) and error_class(first.status) is ErrorClass.ENVIRONMENT:
+                raise unavailable(first) from first
             if first is error:
                 raise
             raise first from None

@@ -12,58 +12,11 @@ from typing import Any, Final
 from greensched import errors
 from greensched.driver.cuda import errors as cuda_errors
 from greensched.driver.cuda.bindings import cuda
+from greensched.driver.status import unavailable
 from greensched.typing import Feature
 
 #: The oldest supported driver, as `cuDriverGetVersion` reports it: CUDA 13.0, R580.
 OLDEST: Final = 13000
-
-#: The problem and its remedy, by the status of `cuDriverGetVersion` or `cuInit`. Sources: the
-#: descriptions in cuda.h (13.5), and for 999 and 304 the usual cause.
-_REMEDIES: Final[dict[int, str]] = {
-    34: (
-        "the libcuda.so.1 that was found is the toolkit's stub: take the `stubs` folder out of "
-        "LD_LIBRARY_PATH, or install an NVIDIA driver of CUDA 13.0 (R580) or newer"
-    ),
-    36: "the driver is too old for this: install an NVIDIA driver of CUDA 13.0 (R580) or newer",
-    46: (
-        "every GPU is busy or in exclusive-process mode: end the other process, or set the compute "
-        "mode to default (nvidia-smi -c 0)"
-    ),
-    100: (
-        "the driver sees no GPU: check CUDA_VISIBLE_DEVICES and nvidia-smi, or start the container "
-        "with access to the GPU (docker run --gpus all)"
-    ),
-    101: "CUDA_VISIBLE_DEVICES names a GPU that is not there: correct or unset it",
-    304: (
-        "the device files /dev/nvidia* cannot be used: give this user, or the container, access to "
-        "them (docker run --gpus all)"
-    ),
-    802: (
-        "the system is not ready to use its GPUs: start nvidia-fabricmanager, and wait until "
-        "nvidia-smi -q shows the fabric as completed"
-    ),
-    803: (
-        "libcuda.so.1 and the loaded kernel module are of different driver versions: reboot, or "
-        "give the container the libraries of the host's driver"
-    ),
-    804: (
-        "the forward-compatibility libcuda.so.1 does not work with this GPU: take the cuda-compat "
-        "folder out of LD_LIBRARY_PATH, or install an NVIDIA driver of CUDA 13.0 (R580) or newer"
-    ),
-    805: "the MPS server cannot be reached: start it, or unset CUDA_MPS_PIPE_DIRECTORY",
-    806: "the MPS server failed: restart nvidia-cuda-mps-control",
-    807: "the MPS server is not ready: try again, or restart nvidia-cuda-mps-control",
-    808: "the MPS server has as many clients as it takes: end one, or start another server",
-    809: "the MPS server is out of connections: lower CUDA_DEVICE_MAX_CONNECTIONS",
-    919: (
-        "the NVLink fabric is not ready: start nvidia-fabricmanager, and wait until nvidia-smi -q "
-        "shows the fabric as completed"
-    ),
-    999: (
-        "the driver cannot start (unknown error): load the kernel module (nvidia-modprobe -u), and "
-        "see the kernel's log for NVRM"
-    ),
-}
 
 #: How a feature is recognised: a symbol of the driver, the CUDA version of its signature, and the
 #: attribute that the wheel needs for it. A resource *type* has no symbol: work queues came with
@@ -83,8 +36,7 @@ def _call(function: Any, *arguments: Any) -> Any:
     except errors.NotSupported as error:
         raise errors.DriverUnavailable(cuda_errors.NOT_A_DRIVER) from error
     except errors.CUDAError as error:
-        remedy = _REMEDIES.get(error.status, "see nvidia-smi and the kernel's log")
-        raise errors.DriverUnavailable(f"{remedy} ({error})") from error
+        raise unavailable(error) from error
 
 
 def driver_version() -> int:
