@@ -647,6 +647,45 @@ def test_a_fleet_outlives_the_program_that_started_it(
         run(main(owner))
 
 
+def test_a_draining_node_is_left(fleet: Fleet, run: Any, cluster: Any, tmp_path: Path) -> None:
+    """What runs there ends, what waits there is handed back, and a replacement is open before."""
+    head = cluster.head_node.node_id
+
+    async def place() -> str:
+        health = (await fleet.health()).items()
+        return next(name for name, one in health if one is not None and one.node != head)
+
+    async def slow(p: Partition) -> str:
+        await asyncio.sleep(1)
+        return ray.get_runtime_context().get_node_id()
+
+    async def main(node: str, name: str) -> None:
+        await remaining(lambda: gpus.free() == 1)  # another test's fleet has ended
+        jobs = [asyncio.create_task(fleet.submit(slow, sms=ALL)) for _ in range(3 * WAITING)]
+        await remaining(lambda: waiting(fleet) == 3 * WAITING - 3)
+        drain = ["drain-node", "--address", cluster.address, "--node-id", node]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+        seconds = ["--deadline-remaining-seconds", "30"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", *drain, *reason, *seconds]
+        ray_cli = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+        assert await ray_cli.wait() == 0
+        await remaining(lambda: len(fleet.pools()) == 4)  # the new one is there, the old one too
+        await remaining(lambda: name not in fleet.pools())
+        nodes = await asyncio.gather(*jobs)
+        assert len(nodes) == 3 * WAITING
+        later = await asyncio.gather(*(fleet.submit(slow, sms=ALL) for _ in range(3)))
+        assert node not in later
+
+    name = run(place())
+    node = run(fleet.health())[name].node
+    try:
+        run(main(node, name))
+    finally:  # other tests find four GPUs again
+        (drained,) = [one for one in cluster.worker_nodes if one.node_id == node]
+        cluster.remove_node(drained)
+        cluster.add_node(num_cpus=1, num_gpus=1)
+
+
 def test_half_a_gpu_is_refused_by_ray_too(fleet: Fleet, cluster: Any) -> None:
     """Two actors with half a GPU each are told why they cannot have a pool."""
     halves = [ray.remote(num_gpus=0.5, max_calls=1)(own_gpus).remote() for _ in range(2)]

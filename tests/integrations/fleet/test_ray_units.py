@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from greensched import ALL, REST, InvalidRequest, InvalidSize, Pool, TooManySMs
 
 pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
 from greensched.integrations import asgi
-from greensched.integrations.ray import balancing, gpus, pool_actor, protocol
+from greensched.integrations.ray import balancing, gpus, pool_actor, protocol, supervisor
 from greensched.integrations.ray import connection as connections
 from greensched.integrations.ray.connection import CALLS, PoolConnection
 from greensched.integrations.ray.remote_client import RemoteClient
@@ -547,3 +548,142 @@ def test_arrays_are_measured_by_bytes() -> None:
     assert pack_job.refs == ()
     got, two = asyncio.run(protocol.load_arguments(pack_job))
     assert (got.nbytes, two) == (protocol.LARGE - 1, 2)
+
+
+# -- how many pools ---------------------------------------------------------------------------
+
+
+class Place:
+    """A fake of Ray's handle of a pool's actor, on a node that is there or lost."""
+
+    def __init__(self, node: str) -> None:
+        self.node, self.is_lost, self.stopped = node, False, None
+        self.health = types.SimpleNamespace(options=lambda **_: self._method(self._health))
+        self.stop = self._method(self._stop)
+        self.open = self._method(self._open)
+
+    def _method(self, function: Callable[..., Any]) -> Any:
+        return types.SimpleNamespace(remote=function)
+
+    async def _health(self) -> Any:
+        if self.is_lost:
+            raise supervisor.RayError
+        return types.SimpleNamespace(node=self.node)
+
+    async def _open(self) -> None: ...
+
+    async def _stop(self, grace: float) -> None:
+        self.stopped = grace
+
+
+@dataclass
+class Cluster:
+    """What a supervisor sees of a cluster with a GPU on each node."""
+
+    nodes: list[str]
+    draining: dict[str, float]
+    pools: dict[str, Place]
+
+    @property
+    def unused(self) -> list[str]:
+        usable = [node for node in self.nodes if node not in self.draining]
+        return [n for n in usable if n not in {one.node for one in self.pools.values()}]
+
+
+def tended(
+    wanted: int | None, test: Callable[[supervisor.Supervisor, Cluster], Any], nodes: int = 3
+) -> None:
+    cluster = Cluster([f"n{n}" for n in range(nodes)], {}, {})
+
+    def start(name: str, make: bytes, namespace: str) -> Place:
+        node = cluster.unused[0] if cluster.unused else "pending"
+        cluster.pools[name] = Place(node)
+        cluster.pools[name].is_lost = node == "pending"
+        return cluster.pools[name]
+
+    def kill(handle: Place, no_restart: bool) -> None:
+        (name,) = [key for key, one in cluster.pools.items() if one is handle]
+        del cluster.pools[name]
+
+    async def main() -> None:
+        made = supervisor.Supervisor("f", MAKE, wanted, False)
+        await made.join("program")
+        made._tending.cancel()  # a test looks itself
+        await made._look()
+        await test(made, cluster)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(supervisor, "SPARE_S", 0.0)
+        patched.setattr(supervisor, "find_pools", lambda fleet: {})
+        patched.setattr(supervisor, "pool_actor", start)
+        patched.setattr(supervisor.ray, "kill", kill)
+        patched.setattr(gpus, "free", lambda: len(cluster.unused))
+        patched.setattr(
+            gpus, "count", lambda: len([n for n in cluster.nodes if n not in cluster.draining])
+        )
+        patched.setattr(gpus, "draining", lambda: dict(cluster.draining))
+        asyncio.run(main())
+
+
+def test_a_lost_node_leaves_no_surplus_pool() -> None:
+    """A fleet of all GPUs gives up the pool of a lost one, and starts one on the next that joins.
+
+    While Ray still counts the lost node, a new one gets none: Ray will restart the old one there.
+    """
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        assert len(cluster.pools) == 3
+        cluster.pools["f/1"].is_lost = True
+        cluster.nodes.append("new")
+        await fleet._look()
+        assert len(cluster.pools) == 3
+        cluster.nodes.remove("new")
+        cluster.nodes.remove("n1")
+        await fleet._look()
+        assert [*cluster.pools] == [*fleet._pools] == ["f/0", "f/2"]
+        cluster.nodes.append("n4")
+        await fleet._look()
+        assert cluster.pools["f/1"].node == "n4"
+
+    tended(None, test)
+
+
+def test_pools_of_a_fixed_number_are_left_to_ray() -> None:
+    """A pool of a lost node stays, and asks for a GPU; none is started beside it."""
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        cluster.pools["f/1"].is_lost = True
+        cluster.nodes.remove("n1")
+        await fleet._look()
+        assert [*cluster.pools] == ["f/0", "f/1"]
+
+    tended(2, test)
+
+
+def test_a_pool_on_a_draining_node_is_replaced_first() -> None:
+    """The replacement is there before the old one is closed, which has the rest of the deadline."""
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        old = cluster.pools["f/0"]
+        cluster.draining[old.node] = time.time() + 100
+        await fleet._look()
+        assert [*cluster.pools] == ["f/0", "f/1", "f/2"]
+        await asyncio.gather(*fleet._leaving.values())
+        assert [*fleet._pools] == ["f/1", "f/2"]
+        assert 90 < old.stopped <= 100 - supervisor.MARGIN_S
+
+    tended(2, test)
+
+
+def test_a_restarted_supervisor_knows_the_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds them by their names once a program joins; a program that it does not know must."""
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        monkeypatch.setattr(supervisor, "find_pools", lambda name: dict(cluster.pools))
+        restarted = supervisor.Supervisor("f", MAKE, 2, False)
+        assert await restarted.members("program", 1) is None
+        assert (await restarted.join("program")).pools == cluster.pools
+        assert len(cluster.pools) == 2
+        restarted._tending.cancel()
+
+    tended(2, test)

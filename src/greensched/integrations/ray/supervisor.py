@@ -36,8 +36,8 @@ READY_S = 5.0
 DRAIN_S = 30.0
 #: Seconds before a node's deadline at which its pool has ended.
 MARGIN_S = 1.0
-#: Seconds without a word from any program after which the fleet ends, unless it is detached. Longer
-#: than a program's loop should ever be blocked.
+#: Seconds without a word from a program after which it counts as dead: longer than its loop should
+#: ever be blocked, since the fleet ends with its last program.
 UNUSED_S = 10.0
 
 
@@ -65,8 +65,8 @@ class Supervisor:
         self._nodes: dict[str, str] = {}
         #: Pools on draining nodes, and what closes them.
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._programs: set[str] = set()
-        self._heard = time.monotonic()
+        #: When each program was last heard of.
+        self._programs: dict[str, float] = {}
         self._spare_since: float | None = None
         self._version = 0
         self._changed = asyncio.Event()
@@ -83,8 +83,7 @@ class Supervisor:
         Raises:
             NoPool: there are not enough free GPUs.
         """
-        self._heard = time.monotonic()
-        self._programs.add(program)
+        self._programs[program] = time.monotonic()
         async with self._filling:
             if self._tending is None:
                 self._pools = await asyncio.to_thread(find_pools, self._name)
@@ -102,7 +101,7 @@ class Supervisor:
         """
         if program not in self._programs:
             return None
-        self._heard = time.monotonic()
+        self._programs[program] = time.monotonic()
         if version == self._version:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), protocol.HEARTBEAT)
@@ -110,7 +109,7 @@ class Supervisor:
 
     async def leave(self, program: str) -> None:
         """Remove a program; the last one ends the fleet, unless that is detached."""
-        self._programs.discard(program)
+        self._programs.pop(program, None)
         if not self._programs and not (self._detached and self._pools):
             await self.stop(0)
 
@@ -178,13 +177,17 @@ class Supervisor:
 
     async def _tend(self) -> None:
         """Keep the pools in number, and end the fleet once no program uses it."""
-        while self._detached or time.monotonic() - self._heard < UNUSED_S:
+        while self._programs or self._detached:
             await asyncio.sleep(PERIOD)
+            now = time.monotonic()
+            silent = [one for one, heard in self._programs.items() if now - heard > UNUSED_S]
+            for program in silent:
+                del self._programs[program]
             try:
                 await self._look()
             except (NoPool, RayError) as error:
                 logger.warning("the fleet %r does not change: %s", self._name, error)
-        logger.warning("the fleet %r ends: no program has used it for %g s", self._name, UNUSED_S)
+        logger.warning("the fleet %r ends: its last program has not been heard of", self._name)
         self._tending = None
         await self.stop(0)
 
