@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import tempfile
 
 import pytest
 
@@ -40,6 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "gpu" in item.keywords:
                 item.add_marker(skip)
 
+
+if "GREENSCHED_STANDIN_LIB" in os.environ:  # or its GPU would have one pool on this machine
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
 
 #: Between those it need not look often: pools make much at once that stays until they end.
 gc.set_threshold(100_000, 50, 50)

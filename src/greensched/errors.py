@@ -184,13 +184,23 @@ class WrongDevice(InvalidRequest):
 
 
 class DeviceTaken(InvalidRequest):
-    """A second pool on a device of this process; its split would overlap the first one's."""
+    """Another pool is on the device; both would cut it into overlapping partitions.
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    Attributes:
+        process: the number of the other pool's process; 0: unknown; None: this process.
+    """
+
+    def __init__(self, device: int, process: int | None = None) -> None:
+        self.device, self.process = device, process
+        if process is None:
+            text = "in this process: share the first pool, or close it before"
+        else:
+            text = (
+                f"in process {process or '(unknown)'}: run one process for each GPU (a server's "
+                "`--workers 1`), or give each another GPU (CUDA_VISIBLE_DEVICES)"
+            )
         super().__init__(
-            f"device {device} already has a pool in this process, and a second pool would cut it "
-            "into overlapping partitions: share the first pool, or close it before"
+            f"device {device} already has a pool {text}; a second one would lease the same SMs"
         )
 
 

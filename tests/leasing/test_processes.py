@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import types
+from pathlib import Path
 
 import pytest
+
+import greensched
+from greensched.leasing import process
 
 #: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
 FLAGS = ("-W", "ignore:This process:DeprecationWarning")
@@ -528,3 +535,50 @@ def test_a_program_that_leaves_a_sync_lease_open_ends(opening: str, block: str) 
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "was never closed" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# -- two processes on one GPU -----------------------------------------------------------------
+
+#: A process with a pool on a GPU, as far as other processes see. A forked child outlives it.
+HOLDER = """
+import os, sys, time, types
+from greensched.leasing import process
+driver = types.SimpleNamespace(needs_binary=True)
+process.claim_device(driver, 0, "GPU-1")
+if os.fork() == 0:
+    time.sleep(60)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second process's pool is refused, by the GPU's UUID, until the first has ended or died."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    driver = types.SimpleNamespace(needs_binary=True)
+
+    def claim(ordinal: int, uuid: str) -> None:
+        process.claim_device(driver, ordinal, uuid)  # type: ignore[arg-type]
+        process.release_devices(driver, [ordinal])  # type: ignore[arg-type]
+
+    command = [sys.executable, *FLAGS, "-c", HOLDER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            claim(1, "GPU-2")
+            with pytest.raises(greensched.DeviceTaken, match="--workers 1") as caught:
+                claim(0, "GPU-1")
+            assert caught.value.process == holder.pid
+            (tmp_path / "control").touch()  # MPS runs: several processes are meant
+            claim(0, "GPU-1")
+            (tmp_path / "control").unlink()
+            holder.kill()
+            holder.wait()
+            claim(0, "GPU-1")
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)

@@ -150,7 +150,7 @@ class PoolLifecycle:
             every = range(driver.device_count())
             for ordinal in every if options.devices is None else options.devices:
                 device = Device(ordinal, driver=driver)
-                process.claim_device(driver, ordinal)
+                process.claim_device(driver, ordinal, device.uuid)
                 claimed.append(ordinal)
                 device_pool = DevicePool(
                     device,

@@ -1,20 +1,33 @@
-"""Facts of a whole process: one pool to a device, and no pool in a forked child.
+"""Facts of whole processes: one pool to a device, on this machine, and no pool in a forked child.
 
 CUDA does not survive a fork, and a thread that the child does not have may hold a lock, so each
 pool is told in the child before anything else runs there.
+
+Two processes' pools on one GPU would each lease all of its SMs, and the GPU would switch between
+them. So a pool locks a file named by the GPU's UUID. The kernel releases the lock when the process
+ends, however it does, and a forked child does not inherit it. It does not reach other users and
+other containers.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import stat
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
+from greensched.driver import mps
 from greensched.driver.interface import Driver
 from greensched.driver.types import Mailbox
 from greensched.errors import DeviceTaken
+
+logger = logging.getLogger("greensched")
 
 
 class Forkable(Protocol):
@@ -29,18 +42,22 @@ _claimed: dict[tuple[int, int], Driver] = {}
 _ending: set[tuple[int, int]] = set()
 _waiting: list[tuple[tuple[int, int], Mailbox[None]]] = []
 _lock = threading.Lock()
+#: The locked files of claimed GPUs.
+_files: dict[tuple[int, int], int] = {}
 
 
-def claim_device(driver: Driver, ordinal: int) -> None:
+def claim_device(driver: Driver, ordinal: int, uuid: str) -> None:
     """Record that a pool uses a device. Blocks while a pool that was collected is closed.
 
     Raises:
-        DeviceTaken: another pool uses it.
+        DeviceTaken: another pool uses it, of this process or of another one.
     """
     key = id(driver), ordinal
     while True:
         with _lock:
             if key not in _claimed:
+                if driver.needs_binary and not mps.is_running():
+                    _lock_gpu(key, uuid)
                 _claimed[key] = driver
                 return
             if key not in _ending:
@@ -48,6 +65,33 @@ def claim_device(driver: Driver, ordinal: int) -> None:
             released: Mailbox[None] = driver.create_mailbox()
             _waiting.append((key, released))
         released.get()
+
+
+def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
+    """Lock a GPU for this process. Raises `DeviceTaken` if another process has it.
+
+    Where no file can be locked, it logs that and goes on.
+    """
+    try:
+        folder = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            raise OSError(f"{folder} is no folder of this user's own")
+        file = os.open(folder / f"{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        logger.warning("other processes' pools on GPU %s are not looked for: %s", uuid, error)
+        return
+    try:
+        # By process: `flock` would be shared with forked children, which may outlive this one.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.read(file, 20)
+        os.close(file)
+        raise DeviceTaken(key[1], int(owner or b"0")) from None
+    os.truncate(file, 0)
+    os.write(file, str(os.getpid()).encode())
+    _files[key] = file
 
 
 def end_claims(driver: Driver, ordinals: Sequence[int]) -> None:
@@ -62,6 +106,8 @@ def release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
             key = id(driver), ordinal
             _claimed.pop(key, None)
             _ending.discard(key)
+            if key in _files:
+                os.close(_files.pop(key))
             for entry in [one for one in _waiting if one[0] == key]:
                 _waiting.remove(entry)
                 entry[1].put(None)

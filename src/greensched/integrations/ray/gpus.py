@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import ray
 
+from greensched.driver import mps
 from greensched.errors import InvalidRequest, NoPool
 
-#: The default directory of MPS's control pipe. Source: MPS manual, "Environment Variables",
-#: CUDA_MPS_PIPE_DIRECTORY.
-MPS = Path("/", "tmp", "nvidia-mps")
 #: Seconds until released resources show: nodes report them to the head node periodically.
 SETTLED_S = 3.0
 
@@ -29,7 +26,7 @@ def own_gpus() -> list[int]:
     context = ray.get_runtime_context()
     share = context.get_assigned_resources().get("GPU", 0)
     given = context.get_accelerator_ids().get("GPU", [])
-    if 0 < share < 1 and not _has_mps():
+    if 0 < share < 1 and not mps.is_running():
         raise InvalidRequest(
             f"Ray assigned {share:g} of a GPU to this process: several processes on one GPU take "
             "turns on all of its SMs and do not see each other's partitions. Request num_gpus=1 "
@@ -47,10 +44,6 @@ def own_gpus() -> list[int]:
             "leave CUDA_VISIBLE_DEVICES to Ray"
         )
     return [names.index(name) for name in given]
-
-
-def _has_mps() -> bool:
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS), "control").exists()
 
 
 def check_free(pools: int) -> None:
