@@ -20,6 +20,7 @@ import pytest
 import greensched
 import run_standin
 from greensched.driver import simulated
+from greensched.errors import GreenschedError
 from helpers.backend import NEWER
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +173,19 @@ def test_every_public_name_is_documented(module: str) -> None:
         if (callable(thing) or isinstance(thing, property)) and not inspect.getdoc(thing)
     ]
     assert bare == []
+
+
+def test_every_error_has_a_remedy() -> None:
+    """The page of errors has each of them in one row, and no other."""
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE
+    )
+    found = {
+        name
+        for name, value in vars(import_module("greensched.errors")).items()
+        if isinstance(value, type) and issubclass(value, GreenschedError)
+    } - {"GreenschedError"}
+    assert sorted(rows) == sorted(found)
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "test-standin", "test-gpu", "bench"])
