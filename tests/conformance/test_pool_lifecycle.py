@@ -201,7 +201,7 @@ def test_a_forgotten_pool_warns(backend: Backend) -> None:
             await until(lambda: len(seen) > 0)
 
     backend.run(main)
-    process.claim_device(driver, 0)  # waits until it is closed
+    process.claim_device(driver, 0, "GPU-0")  # waits until it is closed
     process.release_devices(driver, [0])
 
 

@@ -8,10 +8,18 @@ from contextlib import suppress
 
 import pytest
 
-from greensched import Context, ContextOptions, Device, InvalidRequest, SMResourceOptions
+from greensched import (
+    Context,
+    ContextOptions,
+    Device,
+    DeviceFault,
+    InvalidRequest,
+    SMResourceOptions,
+)
 from greensched.device.current_context import here
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
+from greensched.driver.simulated import Fail
 
 PROGRAMS, DEEP = 300, 5
 
@@ -103,3 +111,16 @@ def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> 
         assert all(
             context.ownership is None or context.ownership.owner is None for context in contexts
         )
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_lost_device_is_told_at_once(contexts: list[Context], nth: int) -> None:
+    """A fault on the way into or out of a block is raised, and that call is not repeated."""
+    driver = contexts[0].driver
+    assert isinstance(driver, simulated.SimulatedDriver)
+    with contexts[1]:
+        failing = driver.script.calls["set_current"] + nth
+        driver.script.add(Fail("set_current", failing, "ILLEGAL_ADDRESS"))
+        with pytest.raises(DeviceFault), contexts[0]:
+            pass
+        assert driver.script.calls["set_current"] == failing

@@ -484,8 +484,9 @@ def test_every_driver_call_fails_in_turn(
     road: Road, verb: str, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever call fails, on whatever road: a typed error or none, no hang, nothing lost."""
-    caplog.set_level(logging.CRITICAL, "greensched")
+    caplog.set_level(logging.WARNING, "greensched")
     for nth in range(1, (CALLS if road is whole_road else GRAPH_CALLS)[verb] + 1):
+        caplog.clear()
         clock = simulated.VirtualClock()
         driver = simulated.open([SMALL], clock=clock, faults=[Fail(verb, nth, status)])
 
@@ -498,6 +499,8 @@ def test_every_driver_call_fails_in_turn(
             clock.run(main)
         except greensched.GreenschedError as error:
             poisoned = isinstance(error, (greensched.DeviceLost, greensched.DeviceFault))
+        # A device that is lost while its pool closes is told in a warning, and left as it is.
+        poisoned = poisoned or "ILLEGAL_ADDRESS" in caplog.text
         where = (verb, nth, status)
         if verb not in ENDING and not poisoned:
             assert not driver.live(), (where, driver.live())

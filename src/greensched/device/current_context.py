@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 from greensched.device import await_guard
 from greensched.driver.interface import Driver
 from greensched.driver.types import ContextHandle, Mailbox
-from greensched.errors import CurrentElsewhere, GreenschedError, InvalidRequest
+from greensched.errors import CurrentElsewhere, DeviceFault, GreenschedError, InvalidRequest
 
 await_guard.skip_frames_of(__name__)
 
@@ -162,6 +162,8 @@ class ContextScope:
         elif self.always or driver.current() != before:
             try:
                 self._set(before)
+            except DeviceFault:  # no call may follow on a lost device
+                raise
             except GreenschedError:
                 with suppress(GreenschedError):
                     if driver.current() == self.context.handle:
@@ -171,6 +173,8 @@ class ContextScope:
     def _set(self, context: ContextHandle | None) -> None:
         try:
             self._driver.set_current(context)
+        except DeviceFault:  # a second call that succeeds would hide the loss of the device
+            raise
         except GreenschedError:  # once more: a wrong current context would disturb later code
             self._driver.set_current(context)
 
