@@ -1,7 +1,7 @@
 """Event loops: one adapter for each running loop of asyncio (uvloop, too) or trio.
 
 anyio is not used to wait: its primitives yield a whole turn of the loop where nothing has to be
-waited for, and its events cost two and a half times a future (docs/internals/completion.md).
+waited for.
 """
 
 from __future__ import annotations

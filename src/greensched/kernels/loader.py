@@ -26,7 +26,7 @@ from greensched.typing import DeviceFacts, Limit, Parameter
 
 #: Seconds between announcing a first use and beginning it: a thread that checked `first_uses` just
 #: before has finished its driver call by then. A call takes microseconds
-#: (docs/internals/completion.md).
+#: (docs/internals/completion.md, "Calls that wait").
 ANNOUNCE_S = 1e-3
 
 
