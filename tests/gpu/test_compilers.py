@@ -105,7 +105,7 @@ def test_a_kernel_of_theirs_runs_on_a_partitions_sms(
             return set(np.unique(await p.download(where)).tolist())
 
     async def main(launch: Launch) -> None:
-        async with Pool(prepare=[fill]) as pool, pool.partitions(16, 32) as (p, q):
+        async with Pool([0], prepare=[fill]) as pool, pool.partitions(16, 32) as (p, q):
             mine, theirs = await ran(p, launch), await ran(q, launch)
             assert 0 < len(mine) <= p.sm_count
             assert 0 < len(theirs) <= q.sm_count

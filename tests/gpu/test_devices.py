@@ -71,7 +71,7 @@ def test_a_joint_lease_and_its_buffers_are_of_one_device() -> None:
         await several(pool)
         async with pool, pool.partition(16, device=0) as p:
             async with pool.partitions(16, REST, device=1) as (q, rest):
-                assert (q.device_id, rest.device) == (1, 1)
+                assert (q.device_id, rest.device_id) == (1, 1)
                 with await p.upload(np.ones(8)) as buffer:
                     with pytest.raises(greensched.WrongDevice, match=r"device 0.*device 1"):
                         q.download(buffer)

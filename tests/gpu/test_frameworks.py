@@ -33,7 +33,7 @@ def test_tensors_are_arguments_in_order(torch: Any) -> None:
     from greensched.integrations import torch as gs_torch
 
     async def main() -> None:
-        async with Pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
+        async with Pool([0], prepare=[saxpy]) as pool, pool.partition(16) as p:
             x = torch.ones(SIZE, device="cuda")
             for _ in range(50):
                 x = x * 1.0 + 0.0
@@ -62,7 +62,7 @@ def test_a_call_has_torchs_current_stream(torch: Any) -> None:
 
     async def main() -> None:
         _, expected, gradient = step(x)
-        async with Pool() as pool, pool.partitions(16, 32) as (p, q):
+        async with Pool([0]) as pool, pool.partitions(16, 32) as (p, q):
             streams = set()
             for one in (p, q, p):
                 stream, y, grad = await one.run(step, x * 1.0)
@@ -83,7 +83,7 @@ def test_a_block_has_torchs_current_stream(torch: Any) -> None:
     from greensched.integrations import torch as gs_torch
 
     async def main() -> None:
-        async with Pool() as pool, pool.partition(16) as p:
+        async with Pool([0]) as pool, pool.partition(16) as p:
             x = torch.ones(SIZE, device="cuda")
             with gs_torch.current(p, x):
                 assert torch.cuda.current_stream().cuda_stream == p.stream.address
@@ -112,7 +112,7 @@ def test_a_graph_is_captured_in_a_call(torch: Any) -> None:
         return float(held["y"].sum())
 
     async def main() -> None:
-        async with Pool() as pool, pool.partition(16) as p:
+        async with Pool([0]) as pool, pool.partition(16) as p:
             await p.run(capture)
             assert await p.run(replay) == 2 * SIZE
             held.clear()
@@ -124,7 +124,7 @@ def test_torch_takes_a_buffer(torch: Any) -> None:
     """`from_dlpack` sees what a kernel is still to write, and keeps a closed buffer's memory."""
 
     async def main() -> None:
-        async with Pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
+        async with Pool([0], prepare=[saxpy]) as pool, pool.partition(16) as p:
             x = await p.upload(np.ones(SIZE, np.float32))
             p.launch(CONFIG, saxpy, 1.0, x, x, SIZE)
             tensor = torch.from_dlpack(x)
@@ -141,7 +141,7 @@ def test_cupy_works_on_a_partitions_stream() -> None:
     from greensched.integrations import cupy as gs_cupy
 
     async def main() -> None:
-        async with Pool(prepare=[saxpy]) as pool, pool.partition(16) as p:
+        async with Pool([0], prepare=[saxpy]) as pool, pool.partition(16) as p:
             x = cupy.ones(SIZE, cupy.float32)
             y = await p.run(lambda: (int(cupy.cuda.get_current_stream().ptr), x + 1))
             assert y[0] != 0

@@ -38,7 +38,7 @@ def test_a_graph_between_jobs_on_two_partitions() -> None:
     """1,000 launches, each partition's on its own SMs, with right results; no word goes back."""
 
     async def main() -> None:
-        async with Pool(prepare=[saxpy, smids]) as pool, pool.partitions(16, 32) as several:
+        async with Pool([0], prepare=[saxpy, smids]) as pool, pool.partitions(16, 32) as several:
             first = several[0]
             x = await first.upload(np.ones(SIZE, np.float32))
             y = await first.upload(np.zeros(SIZE, np.float32))

@@ -57,7 +57,7 @@ def test_random_leases_share_no_sm() -> None:
             await lease(pool, number)
 
     async def main() -> None:
-        async with Pool() as pool, anyio.create_task_group() as group:
+        async with Pool([0]) as pool, anyio.create_task_group() as group:
             for first in range(12):
                 group.start_soon(client, pool, first)
 
@@ -72,7 +72,7 @@ def test_a_cancelled_kernel_keeps_its_sms() -> None:
     """SMs under a kernel that was left running are granted to nobody until it has ended."""
 
     async def main() -> None:
-        async with Pool() as pool:
+        async with Pool([0]) as pool:
             async with pool.partition(8) as outside:
                 word = await outside.empty_pinned(1, np.uint32)
                 with anyio.move_on_after(0.05):
@@ -94,7 +94,7 @@ def test_work_in_one_partition_does_not_wait_for_another() -> None:
     """A partition answers while every SM of another one is kept busy."""
 
     async def main() -> None:
-        async with Pool() as pool, pool.partitions(16, greensched.REST) as (p, rest):
+        async with Pool([0]) as pool, pool.partitions(16, greensched.REST) as (p, rest):
             word = await rest.empty_pinned(1, np.uint32)
             config = LaunchConfig(grid=rest.sm_count * 2, block=1024)
             grid = LaunchConfig(grid=64, block=(16, 16))

@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
@@ -141,13 +142,16 @@ print("done")
 
 def finish(use: str, end: str) -> str:
     """Run one case in a process; return what is wrong with its end."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, use, end],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    # A GPU has one process with a pool for each directory of temporary files.
+    with tempfile.TemporaryDirectory() as own:
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, use, end],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | {"TMPDIR": own},
+        )
     said = [word for word in ("Traceback", "terminate", "Error") if word in ran.stderr]
     if ran.returncode or said or ran.stdout != "done\n":
         return f"{use}, {end}: exit code {ran.returncode}, {ran.stderr[-2000:]}"

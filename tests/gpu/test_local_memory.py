@@ -50,7 +50,7 @@ def test_a_prepared_kernel_with_local_memory_does_not_wait() -> None:
     kernel = Program(SOURCE).kernel("scatter")
 
     async def main() -> None:
-        async with Pool(prepare=[kernel, latch], reserve_bytes=1 << 20) as pool:
+        async with Pool([0], prepare=[kernel, latch], reserve_bytes=1 << 20) as pool:
             primary = pool.devices[0].primary
             assert primary.stack_bytes >= LOCAL_BYTES
             at = np.arange(64 * 64)

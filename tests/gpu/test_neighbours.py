@@ -37,7 +37,7 @@ def lose() -> None:
     driver.cuDevicePrimaryCtxRetain(0)
 
     async def main() -> None:
-        async with Pool() as pool, pool.partition(16) as p:
+        async with Pool([0]) as pool, pool.partition(16) as p:
             with await p.upload(np.ones(2**24, np.float32)) as x:
                 await p.launch(LaunchConfig(grid=64, block=256), saxpy, 1.0, x, x, x.size)
 
@@ -60,7 +60,7 @@ def test_a_gigabyte_goes_there_and_back() -> None:
 
     async def main() -> None:
         a = np.random.default_rng(1).integers(0, 1000, 2**28).astype(np.float32)
-        async with Pool() as pool, anyio.create_task_group() as group:
+        async with Pool([0]) as pool, anyio.create_task_group() as group:
             group.start_soon(beat)
             async with pool.partition(32) as p:
                 with await p.upload(a) as x:
@@ -85,7 +85,7 @@ def test_torch_works_in_a_partition_and_beside_it() -> None:
     torch = pytest.importorskip("torch", reason="torch is not on this machine")
 
     async def main() -> None:
-        async with Pool() as pool, pool.partition(16) as p:
+        async with Pool([0]) as pool, pool.partition(16) as p:
 
             def product(stream: int) -> Any:
                 with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
