@@ -508,6 +508,32 @@ def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_pools_that_a_program_leaves_open_close_at_once() -> None:
+    """Several have one limit: the work of each ends once all are closing, so none gives it up."""
+    done = run(
+        """
+        pools = [Pool(driver="simulated:h200") for _ in range(3)]
+
+        def work():
+            going.release()
+            while any(each.is_ready for each in pools):
+                threading.Event().wait(0.001)
+
+        def lease(pool):
+            with pool.sync.partition(16) as p:
+                p.run(work)
+
+        going = threading.Semaphore(0)
+        for each in pools:
+            each.sync.open()
+            threading.Thread(target=lease, args=(each,), daemon=True).start()
+        for _ in pools:
+            going.acquire()
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 #: A program with a block in a generator that it never ends.
 LEFT_OPEN = """
     def generate():

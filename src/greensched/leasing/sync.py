@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from functools import partial, update_wrapper
 from types import FrameType
@@ -25,7 +25,7 @@ from anyio.from_thread import BlockingPortal
 
 from greensched._asynclib import in_event_loop
 from greensched.device.device import Device
-from greensched.errors import ForkedPool, GreenschedError, LoopWouldBlock, PartitionClosed
+from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.pool_state import CloseReport, PoolState
@@ -66,22 +66,23 @@ def _interrupts_deferred() -> Iterator[None]:
 _open_pools: WeakSet[SyncPool] = WeakSet()
 #: Seconds that leases of an open pool have to end when the interpreter exits.
 EXIT_GRACE = 0.5
-#: Seconds that the exit waits for a pool to close: the interpreter is to end within 1 s.
+#: Seconds that the exit waits for all of them to close: the interpreter is to end within 1 s.
 EXIT_LIMIT = 0.9
 
 
 def _close_at_exit() -> None:
-    """Close what the program left open, while the thread of its loop still runs.
+    """Close what the program left open, all at once, while the threads of its loops still run.
 
     No thread is started for it: Python 3.12 refuses that at the exit.
     """
+    closings = {}
     for sync in tuple(_open_pools):
-        pool, text = sync._pool, f"{sync._pool!r} was never closed"
-        if pool.state in (PoolState.CLOSED, PoolState.FORKED):  # a forked child has no loop
-            continue
-        closing = asyncio.run_coroutine_threadsafe(pool.aclose(EXIT_GRACE), sync._loop.loop)
-        with suppress(GreenschedError, TimeoutError):
-            closing.result(EXIT_LIMIT)
+        pool = sync._pool
+        if pool.state not in (PoolState.CLOSED, PoolState.FORKED):  # a forked child has no loop
+            closing = asyncio.run_coroutine_threadsafe(pool.aclose(EXIT_GRACE), sync._loop.loop)
+            closings[closing] = f"{pool!r} was never closed"
+    wait(closings, EXIT_LIMIT)
+    for text in closings.values():
         warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be raised
 
 
