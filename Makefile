@@ -2,6 +2,7 @@
 #
 #   make demo           run the demo, on a GPU or a simulated one
 #   make test           run the tests on simulated GPUs
+#   make faults         run the tests of the faults in tests/faults/cases.toml, and print each with its result
 #   make check          lint, format, types, import contracts, spelling
 #   make docs           build the documentation in .build/site, warnings as errors
 #   make docs-serve     show it on http://127.0.0.1:8000, or PORT=...
@@ -44,7 +45,7 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo docs docs-serve test check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
+.PHONY: demo docs docs-serve test faults check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -54,6 +55,9 @@ demo: $(VENV)/.ready
 # ARGS="-n0" runs one process.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )) --maxprocesses 8 --dist worksteal $(ARGS)
+
+faults: $(VENV)/.ready
+	$(BIN)/python -m tests.faults -n $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )) --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

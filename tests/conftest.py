@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs another driver than the one chosen, or another build."""
+    for item in items:
+        for mark in item.iter_markers("fault"):  # for the reports that `make faults` reads
+            item.user_properties += [("fault", name) for name in mark.args]
     if not scheduler.__file__.endswith(".py"):
         skip = pytest.mark.skip(reason="counts or replaces calls in compiled code: make test")
         for item in items:

@@ -67,9 +67,10 @@ def test_a_call_of_a_job_fails_as_its_class_says(
         anyio.run(refused, status)
 
 
+@pytest.mark.fault("C13")
 @pytest.mark.parametrize("call", ["initialise", "retain_primary", "create_green"])
 @pytest.mark.parametrize("status", CLASSES[ErrorClass.ENVIRONMENT].values())
-def test_a_machine_that_is_not_set_up_is_one_sentence_at_open_c13(status: str, call: str) -> None:
+def test_a_machine_that_is_not_set_up_is_one_sentence_at_open(status: str, call: str) -> None:
     """Whichever call of `open` says so, the error is DriverUnavailable and says what to change."""
     driver = simulated.open("h20", faults=[Fail(call, status=status)])
 

@@ -61,9 +61,8 @@ def test_the_preprocessors_text_is_told(compiler: Any) -> None:
     assert compiler.preprocess("", name="a.cu", arch="sm_90", options=["--no-such"]) is None
 
 
-def test_f30_06_without_proc_the_text_is_not_known(
-    compiler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.fault("I6")
+def test_without_proc_the_text_is_not_known(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NVRTC cannot open the files that it is to write, nothing is told, and nothing fails."""
     monkeypatch.setattr(nvrtc, "_path", lambda file: f"/nowhere/{file}")
     assert compiler.preprocess("int x;", name="a.cu", arch="sm_90") is None

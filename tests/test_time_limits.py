@@ -21,7 +21,8 @@ def test_hangs():
 """
 
 
-def test_f30_14_a_test_that_hangs_in_its_cleanup_is_ended(tmp_path: Path) -> None:
+@pytest.mark.fault("I14")
+def test_a_test_that_hangs_in_its_cleanup_is_ended(tmp_path: Path) -> None:
     """The process of a hanging test ends with the stacks of its threads, under our settings."""
     (tmp_path / "test_hanging.py").write_text(HANGING)
     limits = ("-o", "timeout=0.2", "-o", "faulthandler_timeout=2")
@@ -40,7 +41,8 @@ def test_f30_14_a_test_that_hangs_in_its_cleanup_is_ended(tmp_path: Path) -> Non
     assert "in test_hangs" in done.stderr
 
 
-def test_f30_14_a_process_ends_after_the_limit_of_its_test(pytestconfig: pytest.Config) -> None:
+@pytest.mark.fault("I14")
+def test_a_process_ends_after_the_limit_of_its_test(pytestconfig: pytest.Config) -> None:
     """The limit that ends the process is the longer one, or no failure would be reported."""
     of_test, of_process = (
         float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")

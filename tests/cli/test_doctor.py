@@ -47,6 +47,7 @@ def test_older_drivers_say_what_they_lack(capsys: pytest.CaptureFixture[str]) ->
     assert lines["work queues"]["status"] == "note"
 
 
+@pytest.mark.fault("C13")
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -126,6 +127,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
+@pytest.mark.fault("C16")
 @pytest.mark.usefixtures("nvidia_smi")
 def test_clocks_power_modes_and_processes_are_asked_of_nvidia_smi() -> None:
     """A clock that is held back, MIG, and another process are warnings."""

@@ -135,6 +135,7 @@ def test_a_kernel_works_on_it_where_it_lies(backend: Backend, way: Callable[[Buf
     backend.run(main)
 
 
+@pytest.mark.fault("E7")
 @pytest.mark.parametrize("way", WAYS)
 def test_its_producer_is_waited_for_on_the_device(
     backend: Backend, way: Callable[[Buffer], Any]
@@ -194,6 +195,7 @@ def test_the_default_streams_have_numbers(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("E8")
 def test_our_stream_is_what_a_producer_is_told(backend: Backend) -> None:
     """DLPack's producer is asked for an order behind the stream that the work goes to."""
 
@@ -350,6 +352,7 @@ REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
 ]
 
 
+@pytest.mark.fault("E8")
 @pytest.mark.parametrize(("said", "made"), REFUSED, ids=[said for said, _ in REFUSED])
 def test_an_array_that_cannot_be_used_is_refused(
     backend: Backend, said: str, made: Callable[[Buffer], Any]
@@ -428,6 +431,7 @@ def test_memory_that_is_no_devices_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("E8")
 def test_an_array_of_another_device_is_refused(backend: Backend) -> None:
     """By what it says, and where it says nothing by where its memory lies."""
 

@@ -45,6 +45,7 @@ def _tickets(p: Partition) -> tuple[int, ...]:
 NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8}, b"8"]
 
 
+@pytest.mark.fault("B1")
 def test_what_is_no_size_is_refused_wherever_it_is_said(backend: Backend) -> None:
     """Each way to ask for SMs refuses what is no size at once, and nothing is asked for."""
 
@@ -71,6 +72,7 @@ def test_what_is_no_size_is_refused_wherever_it_is_said(backend: Backend) -> Non
 TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, REST)]
 
 
+@pytest.mark.fault("B2")
 def test_more_than_there_ever_is_says_how_many_there_are(backend: Backend) -> None:
     """More than a device has, alone or together, is refused at once and says the most it can."""
 
@@ -279,6 +281,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("C6")
 def test_a_block_beyond_the_kernel_says_so(backend: Backend) -> None:
     """Threads of a block beyond what the device can have are named with the limit."""
 
@@ -362,6 +365,7 @@ def test_a_kernel_without_a_meaning_cannot_be_simulated(backend: Backend) -> Non
     backend.run(main)
 
 
+@pytest.mark.fault("C8")
 def test_a_cubin_for_another_gpu_fails_its_job(backend: Backend) -> None:
     """Code for another architecture fails the job that needs it, and says which it is for.
 
@@ -515,6 +519,7 @@ def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.fault("A10")
 def test_every_use_after_the_block_is_refused(backend: Backend) -> None:
     """After its block whatever is asked of a partition raises PartitionClosed, `ready` too."""
 
@@ -551,6 +556,7 @@ def test_every_use_before_the_block_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A10")
 def test_every_use_after_the_pools_end_is_refused(backend: Backend) -> None:
     """After its end a pool, its partitions and its buffers raise what says so, and never hang."""
 

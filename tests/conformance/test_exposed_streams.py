@@ -115,6 +115,7 @@ def test_nothing_is_kept_where_nothing_can_be_submitted(backend: Backend) -> Non
     backend.run(main)
 
 
+@pytest.mark.fault("C17")
 def test_waiting_for_room_leaves_a_capture_alone(backend: Backend) -> None:
     """`ready` needs a ticket behind bound launches, and puts none into a capture."""
 
@@ -134,6 +135,7 @@ def test_waiting_for_room_leaves_a_capture_alone(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("C17")
 def test_nothing_is_ordered_behind_a_capture(backend: Backend) -> None:
     """Work on a buffer in use by a partition that is capturing is refused, and spoils nothing."""
 
@@ -161,6 +163,7 @@ def test_nothing_is_ordered_behind_a_capture(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("C17")
 def test_a_call_may_capture_while_others_go_on(backend: Backend) -> None:
     """Work on a buffer that a call has is not refused because that call is capturing."""
 

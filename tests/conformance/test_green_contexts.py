@@ -224,6 +224,7 @@ def test_every_kind_of_device_says_how_it_is_cut(backend: Backend, spec: str) ->
             assert sm.coscheduled_alignment == 2
 
 
+@pytest.mark.fault("B4")
 def test_backfill_allows_what_is_refused_without(backend: Backend) -> None:
     """Two groups that whole co-scheduled sets do not give come with backfill, from 13.1 on."""
     with opened(backend) as (device,):

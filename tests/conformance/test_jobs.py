@@ -21,6 +21,7 @@ IS_VERSIONED = False
 CONFIG = LaunchConfig(grid=4, block=128)
 
 
+@pytest.mark.fault("D9")
 @pytest.mark.runs_device_code
 def test_a_launch_gives_the_right_answer(backend: Backend) -> None:
     """The main job: upload, launch, download, and the numbers are right."""
@@ -194,6 +195,7 @@ def test_a_failure_that_was_seen_is_not_kept(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A9")
 def test_leaving_by_an_exception_does_not_wait(backend: Backend) -> None:
     """An exception leaves at once; the SMs stay held until the device is done with them."""
 
@@ -280,6 +282,7 @@ def test_a_buffer_of_another_dtype_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("C6")
 @pytest.mark.parametrize(
     ("said", "options"),
     [
@@ -330,6 +333,7 @@ def test_pool_launch_and_run_lease_do_and_return(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A8")
 def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
     """A buffer whose upload was cancelled is freed silently: no caller could close it."""
 

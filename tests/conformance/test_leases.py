@@ -15,6 +15,7 @@ from helpers.gate import Gate
 from helpers.waiting import until
 
 
+@pytest.mark.fault("B3")
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])
 def test_granted_is_at_least_what_was_asked_and_visible(backend: Backend, sms: int) -> None:
     """A partition has at least the SMs asked for, in whole cells, and says how many."""
@@ -149,6 +150,7 @@ def test_larger_priority_goes_first(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("B8")
 def test_queue_is_bounded(backend: Backend) -> None:
     """At the bound of the queue a request is refused at once, with a hint when to come again."""
 
@@ -173,6 +175,7 @@ async def _refused_full(pool: Pool) -> None:
     assert refused.value.retry_after > 0
 
 
+@pytest.mark.fault("A7")
 def test_deadline_passes_while_queued(backend: Backend) -> None:
     """Not granted by its deadline, a request raises DeadlineExceeded and leaves the queue."""
 
@@ -191,6 +194,7 @@ def test_deadline_passes_while_queued(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A7")
 def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
     """A deadline is for the queue: a granted lease outlives it."""
 
@@ -204,6 +208,7 @@ def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A14")
 def test_asking_for_what_one_holds_is_told(backend: Backend) -> None:
     """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
 
@@ -372,6 +377,7 @@ def test_second_pool_on_a_device_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("B5")
 def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
     """While small requests keep coming, a request for ALL is granted within the ageing bound."""
 
@@ -395,6 +401,7 @@ def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("B10")
 def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
     """What is leased, draining and free adds up at every step, and repr says the same."""
 

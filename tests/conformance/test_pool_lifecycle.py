@@ -24,6 +24,7 @@ from helpers.gate import Gate
 from helpers.waiting import until
 
 
+@pytest.mark.fault("D8")
 def test_a_pool_can_be_made_anywhere_and_opened_often(backend: Backend) -> None:
     """Making a pool touches no loop; opening it twice, or at once from two tasks, opens it once."""
     pool = backend.pool()
@@ -59,6 +60,7 @@ def test_a_pool_never_opened_can_be_closed(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("E1")
 def test_closing_fails_requests_and_lets_leases_finish(backend: Backend) -> None:
     """Aclose refuses queued requests, and waits for leases within its grace."""
 
@@ -151,6 +153,7 @@ def test_a_cancelled_opening_closes_the_pool(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("A11")
 def test_a_forgotten_partition_warns_and_comes_back(backend: Backend) -> None:
     """A granted partition that is dropped warns, and its SMs are granted to others."""
 
@@ -244,6 +247,7 @@ def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:
         threads.submit(use).result()
 
 
+@pytest.mark.fault("C18")
 def test_children_end_with_their_context(backend: Backend) -> None:
     """What is left of a context's streams and events when it closes is ended with it, and dead."""
     device = Device(0, driver=backend.driver())
@@ -278,6 +282,7 @@ def test_nothing_is_launched_on_a_dead_stream(backend: Backend) -> None:
     device.close()
 
 
+@pytest.mark.fault("C18")
 def test_a_device_ends_its_green_contexts_before_its_primary(backend: Backend) -> None:
     """What is left open when it closes is ended in order; nothing while one is current."""
     device = Device(0, driver=backend.driver())

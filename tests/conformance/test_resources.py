@@ -229,6 +229,7 @@ def test_nothing_is_made_of_a_dry_run(device: Device) -> None:
             output.split(SMResourceOptions(count=2))
 
 
+@pytest.mark.fault("B4")
 def test_a_refused_split_says_why_and_what_is_nearest(device: Device) -> None:
     """The error has what was asked, what there was, why not, and sizes that can be cut."""
     sm, least = device.resources.sm, step(device)

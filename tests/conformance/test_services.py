@@ -134,6 +134,7 @@ def test_a_request_that_needs_less_now_is_granted_it(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("B11")
 def test_classes_change_while_it_runs(backend: Backend) -> None:
     """Queued requests and leases go on, new requests go by the new classes."""
 
@@ -209,6 +210,7 @@ def test_what_is_no_cost_and_no_buffer_is_refused(backend: Backend, options: dic
     backend.run(main)
 
 
+@pytest.mark.fault("F11")
 def test_what_a_class_allocates_is_bounded(backend: Backend) -> None:
     """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers, and others, are free."""
     services = [ServiceClass("a", memory_bytes=1 << 20), ServiceClass("b")]

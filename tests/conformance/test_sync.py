@@ -283,6 +283,7 @@ def test_many_threads(backend: Backend) -> None:
 # -- an interrupt -----------------------------------------------------------------------------
 
 
+@pytest.mark.fault("D10")
 def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
     """A thread interrupted while it waits for SMs has no place in the queue any more."""
     with opened(backend) as pool, ThreadPoolExecutor(1) as thread:
@@ -304,6 +305,7 @@ def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
         holder.result(10)
 
 
+@pytest.mark.fault("D10")
 @pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
 def test_an_interrupt_ends_the_lease(backend: Backend) -> None:
     """A thread interrupted while it waits for work is free; the SMs come back with the work."""

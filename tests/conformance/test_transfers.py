@@ -273,6 +273,7 @@ def test_memory_is_given_back_behind_its_last_user(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("C5")
 def test_running_out_of_memory_fails_one_job(backend: Backend) -> None:
     """OutOfMemory says what was asked, free and there in all; the pool stays usable."""
 

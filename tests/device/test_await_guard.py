@@ -238,6 +238,7 @@ def test_a_callback_that_leaves_a_block_open_is_told(device: Device) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.fault("D9")
 @AT_THE_AWAIT
 def test_eager_tasks(device: Device) -> None:
     """An eager task's first step may run inside another's block; one that holds its own is told."""
@@ -336,6 +337,7 @@ def test_debug_mode_raises_at_the_await(device: Device, loop: str) -> None:
     run(loop, main, debug=True)
 
 
+@pytest.mark.fault("D9")
 @LOOPS
 def test_development_mode_raises_on_every_loop(loop: str) -> None:
     """`python -X dev` is debug mode on asyncio, on uvloop and on trio."""

@@ -13,7 +13,8 @@ from greensched.errors import InvalidRequest
 from greensched.typing import CaptureMode
 
 
-def test_f30_15_a_ticket_is_not_reached_before_it_is_submitted() -> None:
+@pytest.mark.fault("I15")
+def test_a_ticket_is_not_reached_before_it_is_submitted() -> None:
     """The device may write a ticket before the submitting thread has said that it is submitted."""
     with closing(Device(0, driver=simulated.open("h200"))) as device:
         words = TicketMemory(device.primary)
@@ -27,7 +28,8 @@ def test_f30_15_a_ticket_is_not_reached_before_it_is_submitted() -> None:
         words.close()
 
 
-def test_f30_15_no_order_is_taken_from_a_stream_that_captures() -> None:
+@pytest.mark.fault("I15")
+def test_no_order_is_taken_from_a_stream_that_captures() -> None:
     """An event recorded there would draw the waiting stream into the capture."""
     with closing(Device(0, driver=simulated.open("h200"))) as device:
         words = TicketMemory(device.primary)

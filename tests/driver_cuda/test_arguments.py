@@ -12,9 +12,10 @@ from greensched.driver.cuda import memory, streams
 DISABLE_TIMING, BLOCKING_SYNC = 2, 1
 
 
+@pytest.mark.fault("I15")
 @pytest.mark.parametrize("timing", [False, True])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_f30_15_an_event_has_the_flags_that_were_asked(
+def test_an_event_has_the_flags_that_were_asked(
     monkeypatch: pytest.MonkeyPatch, timing: bool, blocking: bool
 ) -> None:
     """Without blocking-sync a thread that waits for an event spins; without timing it is faster."""
@@ -25,7 +26,8 @@ def test_f30_15_an_event_has_the_flags_that_were_asked(
     assert given == [DISABLE_TIMING * (not timing) + BLOCKING_SYNC * blocking]
 
 
-def test_f30_15_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault("I15")
+def test_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping is kept while it is registered, and no longer."""
     cuda = SimpleNamespace(
         cuMemHostRegister=lambda *_: (0,),
@@ -41,8 +43,9 @@ def test_f30_15_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
     assert host.address not in memory._registered
 
 
+@pytest.mark.fault("I15")
 @pytest.mark.parametrize(("kind", "device"), [(1, None), (2, 5)])
-def test_f30_15_host_memory_is_of_no_device(
+def test_host_memory_is_of_no_device(
     monkeypatch: pytest.MonkeyPatch, kind: int, device: int | None
 ) -> None:
     """Host memory that is registered has an ordinal, too, and is not device memory for that."""

@@ -265,6 +265,7 @@ def semaphore() -> tuple[int, int]:
 semaphores: list[object] = []
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize("failure", [2, 719, STREAM_DETACHED, UNKNOWN])
 def test_every_call_failing_in_turn(
     driver: Driver, standin: Standin, code: CodeImage, arguments: type[Arguments], failure: int

@@ -76,6 +76,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.fault("C13")
 @pytest.mark.parametrize(
     ("variables", "way_out"),
     [

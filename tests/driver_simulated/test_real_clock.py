@@ -316,7 +316,8 @@ def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
     assert times["after"][0] == times["latch"][1]
 
 
-def test_f30_14_work_that_comes_as_the_device_falls_asleep_is_run(machine: Machine) -> None:
+@pytest.mark.fault("I14")
+def test_work_that_comes_as_the_device_falls_asleep_is_run(machine: Machine) -> None:
     """Work submitted between the end of an idle wait and its taking the lock again is not lost."""
     driver, stream = machine.driver, machine.stream()
     clock = driver.clock

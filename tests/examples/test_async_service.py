@@ -262,6 +262,7 @@ async def test_a_device_fault_ends_readiness(
         assert (await service.client.get("/readyz")).status_code == 503
 
 
+@pytest.mark.fault("E3")
 async def test_a_stop_lets_requests_finish(
     example: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

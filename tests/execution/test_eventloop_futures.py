@@ -223,6 +223,7 @@ def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> No
     assert run(main) == ["it waits", "it is cancelled ()"]
 
 
+@pytest.mark.fault("A6")
 def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
     """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nothing else ends."""
 

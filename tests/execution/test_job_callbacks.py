@@ -168,6 +168,7 @@ def test_a_removed_callback_is_not_called(backend: str) -> None:
     anyio.run(main, backend=backend)
 
 
+@pytest.mark.fault("D12")
 @BACKENDS
 def test_what_a_callback_raises_is_logged(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     """The loop, the poller and the other callbacks go on."""

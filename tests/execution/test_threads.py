@@ -180,6 +180,7 @@ def overlaps(spans: list[Span]) -> int:
     return found
 
 
+@pytest.mark.fault("B10", "D7")
 @pytest.mark.parametrize(("survivor", "leases"), [("asyncio", 10_000), ("trio", 2_000)])
 def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) -> None:
     """Over 10,000 leases by two loops, one closed in the middle, no SM is lost or granted twice."""
@@ -229,6 +230,7 @@ def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) ->
 # -- one thing at a time ----------------------------------------------------------------------
 
 
+@pytest.mark.fault("D6")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_one_loop_after_another(backend: str) -> None:
     """A pool outlives the loop that opened it: the next one goes on with all its SMs."""
@@ -264,6 +266,7 @@ def in_thread(main: Callable[[], Awaitable[Any]], **options: Any) -> threading.T
     return thread
 
 
+@pytest.mark.fault("D7")
 def test_each_loop_hears_on_its_own_thread() -> None:
     """Grants, results and the pool's end reach every loop on its own thread: asyncio checks."""
     pool, each = Pool(driver="simulated:h200"), 40

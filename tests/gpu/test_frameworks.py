@@ -28,6 +28,7 @@ def torch() -> Any:
     return found
 
 
+@pytest.mark.fault("E7")
 def test_tensors_are_arguments_in_order(torch: Any) -> None:
     """A tensor that torch still computes is waited for by the kernel, and the next by torch."""
     from greensched.integrations import torch as gs_torch

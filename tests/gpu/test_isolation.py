@@ -68,6 +68,7 @@ def test_random_leases_share_no_sm() -> None:
     assert counts["at once"] > 4
 
 
+@pytest.mark.fault("A3")
 def test_a_cancelled_kernel_keeps_its_sms() -> None:
     """SMs under a kernel that was left running are granted to nobody until it has ended."""
 

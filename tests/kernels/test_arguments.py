@@ -82,7 +82,8 @@ def test_a_copy_keeps_its_own_account_of_buffers() -> None:
     asyncio.run(main())
 
 
-def test_f30_15_what_was_refused_keeps_no_buffer() -> None:
+@pytest.mark.fault("I15")
+def test_what_was_refused_keeps_no_buffer() -> None:
     """A launch that is kept for reuse keeps none of the buffers of one that was refused."""
 
     async def main() -> None:

@@ -38,6 +38,7 @@ class Maker:
 # -- the key ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F12")
 def test_the_key_covers_everything() -> None:
     """Each thing that decides the machine code changes the key, the order of options included."""
 
@@ -107,6 +108,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key: maker.calls for key, maker in makers.items()} == {"a": 1, "b": 2, "c": 1}
 
 
+@pytest.mark.fault("F12")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -141,10 +143,11 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
+@pytest.mark.fault("F12", "I11")
 @pytest.mark.parametrize(
     "damage", [replace_by_fifo, replace_by_link, lambda path: path.chmod(0o620)]
 )
-def test_f30_11_f12_what_is_no_plain_file_of_our_own_is_replaced(
+def test_what_is_no_plain_file_of_our_own_is_replaced(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     """A FIFO is not waited for, a link is not followed, what others can write is not believed."""
@@ -159,6 +162,7 @@ def test_f30_11_f12_what_is_no_plain_file_of_our_own_is_replaced(
     assert make.calls == 1
 
 
+@pytest.mark.fault("F12")
 def test_a_file_under_another_name_is_replaced(tmp_path: Path) -> None:
     """A good file of another key is not taken for this one's."""
     Cache(tmp_path).get("a" * 64, Maker(b"another"))
@@ -212,7 +216,8 @@ def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o700
 
 
-def test_f30_11_f12_with_any_umask_all_is_private(tmp_path: Path) -> None:
+@pytest.mark.fault("F12", "I11")
+def test_with_any_umask_all_is_private(tmp_path: Path) -> None:
     """The directory, the parents that are made for it, and the files are for the user alone."""
     before = os.umask(0)
     try:
@@ -227,7 +232,8 @@ def test_f30_11_f12_with_any_umask_all_is_private(tmp_path: Path) -> None:
     }
 
 
-def test_f30_11_f12_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault("F12", "I11")
+def test_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
     """Every user can rename what is in a directory open to all, unless its sticky bit is set."""
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be replaced by other users"):
@@ -367,8 +373,9 @@ def test_compiling_goes_through_the_cache(cache_directory: Path, compiler: list[
     assert len(list(cache_directory.iterdir())) == 1
 
 
+@pytest.mark.fault("I6")
 @pytest.mark.parametrize("texts", [(None,), (b"before", b"after")])
-def test_f30_06_what_is_not_known_is_not_kept(
+def test_what_is_not_known_is_not_kept(
     cache_directory: Path,
     compiler: list[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -112,6 +112,7 @@ def test_a_failure_shows_the_compilers_log(cache_directory: Path) -> None:
 BODY = 'extern "C" __global__ void f(int *x) { *x = VALUE; }'
 
 
+@pytest.mark.fault("I6")
 @pytest.mark.parametrize(
     "include",
     [
@@ -130,7 +131,7 @@ BODY = 'extern "C" __global__ void f(int *x) { *x = VALUE; }'
         '#include "outer.h"',
     ],
 )
-def test_f30_06_a_changed_header_is_compiled_anew(
+def test_a_changed_header_is_compiled_anew(
     cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, include: str
 ) -> None:
     """However a header is included, its change changes the cubin, and changed back it is known."""
@@ -149,8 +150,9 @@ def test_f30_06_a_changed_header_is_compiled_anew(
     assert len(list(cache_directory.iterdir())) == 2
 
 
+@pytest.mark.fault("I6")
 @pytest.mark.usefixtures("cache_directory")
-def test_f30_06_a_header_that_appears_is_seen(tmp_path: Path) -> None:
+def test_a_header_that_appears_is_seen(tmp_path: Path) -> None:
     """The answer of `__has_include` is part of what is compiled."""
     source = f"#if __has_include(<late.h>)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n{BODY}"
     program = Program(source, options=[f"-I{tmp_path}"])
@@ -159,7 +161,8 @@ def test_f30_06_a_header_that_appears_is_seen(tmp_path: Path) -> None:
     assert program.compile("sm_90") != first
 
 
-def test_f30_06_the_time_is_part_of_the_text() -> None:
+@pytest.mark.fault("I6")
+def test_the_time_is_part_of_the_text() -> None:
     """A source with `__TIME__` is another one each second."""
     text = nvrtc.preprocess("const char *at = __TIME__;", name="x.cu", arch="sm_90")
     assert text is not None
@@ -169,6 +172,7 @@ def test_f30_06_the_time_is_part_of_the_text() -> None:
 SECRET = "token = hunter2;"
 
 
+@pytest.mark.fault("F1", "F2", "I11")
 @pytest.mark.parametrize(
     "source",
     [
@@ -185,7 +189,7 @@ SECRET = "token = hunter2;"
         '#include "outer.h"',
     ],
 )
-def test_f30_11_f1_f2_a_file_outside_the_headers_is_not_quoted(
+def test_a_file_outside_the_headers_is_not_quoted(
     cache_directory: Path, tmp_path: Path, source: str
 ) -> None:
     """Source that includes a file from elsewhere is refused, and no word of the file is told."""
@@ -202,6 +206,7 @@ def test_f30_11_f1_f2_a_file_outside_the_headers_is_not_quoted(
     assert not cache_directory.exists()
 
 
+@pytest.mark.fault("I11")
 @pytest.mark.usefixtures("cache_directory")
 @pytest.mark.parametrize(
     ("name", "option"),
@@ -212,9 +217,7 @@ def test_f30_11_f1_f2_a_file_outside_the_headers_is_not_quoted(
         ("{folder}/x.cu", "--use_fast_math"),
     ],
 )
-def test_f30_11_files_in_folders_of_headers_are_read(
-    tmp_path: Path, name: str, option: str
-) -> None:
+def test_files_in_folders_of_headers_are_read(tmp_path: Path, name: str, option: str) -> None:
     """Folders in the options, of a header given there, and of the source are folders of headers."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "first.h").write_text("")
@@ -226,7 +229,8 @@ def test_f30_11_files_in_folders_of_headers_are_read(
     assert program.compile("sm_90")
 
 
-def test_f30_11_the_working_directory_is_no_folder_of_headers(
+@pytest.mark.fault("I11")
+def test_the_working_directory_is_no_folder_of_headers(
     cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVRTC looks there for a source whose name has no folder; what it finds is refused."""

@@ -357,7 +357,8 @@ def test_closing_tries_every_library(facts: DeviceFacts) -> None:
 # -- abandoning --------------------------------------------------------------------------------
 
 
-def test_f30_11_an_abandoned_load_does_not_wait_for_the_compiler(
+@pytest.mark.fault("I11")
+def test_an_abandoned_load_does_not_wait_for_the_compiler(
     facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait ends with `PartitionClosed`, also where it begins later; the compiler goes on."""

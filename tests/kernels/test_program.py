@@ -208,6 +208,7 @@ def test_a_cubin_is_a_program() -> None:
         program.kernel("g")
 
 
+@pytest.mark.fault("C8")
 @pytest.mark.parametrize(
     ("arch", "device", "runs"),
     [

@@ -289,6 +289,7 @@ def lines_run(source: str) -> int:
     return count
 
 
+@pytest.mark.fault("I5")
 @pytest.mark.parametrize(
     "part",
     [
@@ -302,18 +303,20 @@ def lines_run(source: str) -> int:
         "__global__ f(int x) {} ",
     ],
 )
-def test_f30_05_reading_takes_work_in_proportion_to_the_source(part: str) -> None:
+def test_reading_takes_work_in_proportion_to_the_source(part: str) -> None:
     """Twice the source takes at most twice the work, whatever is repeated or left open in it."""
     assert lines_run(part * 800) < 2.2 * lines_run(part * 400)
 
 
+@pytest.mark.fault("I5")
 @pytest.mark.parametrize("opening", ["/* ", 'R"( ', "#/* ", '"\\', "'\\", '# " /*'])
-def test_f30_05_what_is_left_open_is_read_once(opening: str) -> None:
+def test_what_is_left_open_is_read_once(opening: str) -> None:
     """A comment or literal that is left open takes its line or the rest, not a search at each."""
     assert len(list(signature._tokens(opening * 100))) <= 2
 
 
-def test_f30_05_what_is_left_open_hides_no_later_line() -> None:
+@pytest.mark.fault("I5")
+def test_what_is_left_open_hides_no_later_line() -> None:
     """An apostrophe in text that the preprocessor skips ends with its line."""
     source = '#if 0\nit doesn\'t matter\n#endif\nextern "C" __global__ void f(int n) {}'
     assert Signatures(source).names == ("f",)

@@ -363,6 +363,7 @@ def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     one_cell_executors(monkeypatch)
 
 
+@pytest.mark.fault("A1", "A5")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None:
@@ -373,6 +374,7 @@ def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None
         assert steps.is_cancelled, (name, number)
 
 
+@pytest.mark.fault("A2")
 @pytest.mark.white_box
 def test_every_place_that_can_wait_is_reached() -> None:
     """Every await of the pool, leasing and execution is waited at, and cancelled, by a scenario."""

@@ -122,6 +122,7 @@ def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatc
     clock.run(main)
 
 
+@pytest.mark.fault("D6")
 def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
     """What a closed loop held drains in another loop's care, and not a moment before its work."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
@@ -314,8 +315,9 @@ async def take_and_work(pool: Pool, sms: int) -> Partition:
     return p
 
 
+@pytest.mark.fault("I2")
 @pytest.mark.parametrize("sms", [(8, ALL), 8], ids=repr)
-def test_f30_02_requests_that_never_wait_take_over_from_a_closed_loop(
+def test_requests_that_never_wait_take_over_from_a_closed_loop(
     loops: Loops, sms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SMs of a closed loop come back though no request waits and nothing asks for statistics."""
@@ -338,7 +340,8 @@ def test_f30_02_requests_that_never_wait_take_over_from_a_closed_loop(
         left.launch(ONE, spin, 1)
 
 
-def test_f30_02_a_checkpoint_takes_over_from_a_closed_loop(
+@pytest.mark.fault("I2")
+def test_a_checkpoint_takes_over_from_a_closed_loop(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One long elastic lease grows into the SMs of a closed loop, and nothing else is requested."""
@@ -359,7 +362,8 @@ def test_f30_02_a_checkpoint_takes_over_from_a_closed_loop(
     loops.on_here(grow())
 
 
-def test_f30_02_statistics_take_over_from_a_closed_loop(loops: Loops) -> None:
+@pytest.mark.fault("I2")
+def test_statistics_take_over_from_a_closed_loop(loops: Loops) -> None:
     """Statistics count SMs of a closed loop as free once its work is done."""
     pool = Pool(driver="simulated:h200")
 
@@ -374,7 +378,8 @@ def test_f30_02_statistics_take_over_from_a_closed_loop(loops: Loops) -> None:
     loops.on_here(ask_statistics())
 
 
-def test_f30_02_statistics_without_a_loop_have_another_loop_take_over(loops: Loops) -> None:
+@pytest.mark.fault("I2")
+def test_statistics_without_a_loop_have_another_loop_take_over(loops: Loops) -> None:
     """A thread that only reads statistics, as a scraper does, sees the SMs come back."""
     pool = Pool(driver="simulated:h200")
 
@@ -395,7 +400,8 @@ def on_a_thread(function: Any) -> Any:
         return threads.submit(function).result()
 
 
-def test_f30_15_nowait_takes_over_from_a_closed_loop(
+@pytest.mark.fault("I15")
+def test_nowait_takes_over_from_a_closed_loop(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a closed loop held is granted at once, long before the next regular look."""

@@ -286,6 +286,7 @@ def test_a_pool_whose_block_ends_after_it_was_closed_starts_no_thread() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.fault("D16")
 def test_an_opening_without_a_thread_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started `open` raises, and the next one starts anew."""
 

@@ -36,8 +36,9 @@ async def forget(driver: simulated.SimulatedDriver) -> None:
         await p.launch(ONE, spin, 1000)
 
 
+@pytest.mark.fault("I7")
 @pytest.mark.parametrize("clock", ["real", "virtual"])
-def test_f30_07_a_collected_pool_gives_its_device_back(clock: str) -> None:
+def test_a_collected_pool_gives_its_device_back(clock: str) -> None:
     """The next pool opens on the device at once, and nothing of the first is left."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
@@ -51,7 +52,8 @@ def test_f30_07_a_collected_pool_gives_its_device_back(clock: str) -> None:
     assert not run(clock, main).live()
 
 
-def test_f30_07_a_lease_outlives_its_pool() -> None:
+@pytest.mark.fault("I7")
+def test_a_lease_outlives_its_pool() -> None:
     """A pool that was dropped with a lease in use is left to that lease, and keeps its device."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:

@@ -57,8 +57,9 @@ async def launch_and_leave(p: Partition, kernel: Kernel) -> None:
     p.launch(LaunchConfig(grid=1, block=1), kernel)
 
 
+@pytest.mark.fault("I11")
 @pytest.mark.parametrize("work", [launch, prepare, launch_and_leave])
-def test_f30_11_a_cancelled_lease_does_not_wait_for_the_compiler(
+def test_a_cancelled_lease_does_not_wait_for_the_compiler(
     compiler: SlowCompiler, work: Callable[[Partition, Kernel], Awaitable[None]]
 ) -> None:
     """Its SMs are granted again while its kernel is still being compiled."""
@@ -81,7 +82,8 @@ def test_f30_11_a_cancelled_lease_does_not_wait_for_the_compiler(
     anyio.run(main)
 
 
-def test_f30_11_a_job_of_a_cancelled_lease_says_why_it_did_not_run(
+@pytest.mark.fault("I11")
+def test_a_job_of_a_cancelled_lease_says_why_it_did_not_run(
     compiler: SlowCompiler,
 ) -> None:
     """Its other waiters get `PartitionClosed`; the job of a lease that ends normally runs."""

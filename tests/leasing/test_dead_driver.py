@@ -46,10 +46,11 @@ def run(clock: str, loop: str, main: Any, **options: Any) -> None:
         anyio.run(start, backend=loop)
 
 
+@pytest.mark.fault("I1")
 @pytest.mark.parametrize("completion", WITHOUT)
 @pytest.mark.parametrize("status", ["DEINITIALIZED", "CONTEXT_IS_DESTROYED", "ILLEGAL_ADDRESS"])
 @pytest.mark.parametrize(("clock", "loop"), BACKENDS)
-def test_f30_01_a_dead_driver_is_told_beside_a_hung_kernel(
+def test_a_dead_driver_is_told_beside_a_hung_kernel(
     clock: str, loop: str, status: str, completion: str
 ) -> None:
     """Once each call fails, the waiter of a hung kernel gets DeviceLost and readiness is red."""
@@ -82,6 +83,7 @@ def test_f30_01_a_dead_driver_is_told_beside_a_hung_kernel(
     run(clock, loop, main, faults=[Hang("spin")], without=WITHOUT[completion])
 
 
+@pytest.mark.fault("I1")
 @pytest.mark.parametrize("status", ["DEINITIALIZED", "ILLEGAL_ADDRESS"])
 @pytest.mark.parametrize(
     ("clock", "loop", "call"),
@@ -92,7 +94,7 @@ def test_f30_01_a_dead_driver_is_told_beside_a_hung_kernel(
         if (backend[0], call) != ("virtual", "record_event")  # there a poller records none
     ],
 )
-def test_f30_01_whichever_call_of_a_poller_fails_tells_a_lost_device(
+def test_whichever_call_of_a_poller_fails_tells_a_lost_device(
     clock: str, loop: str, call: str, status: str
 ) -> None:
     """A call of a poller that fails is told as the loss of the device, though nothing waits.
@@ -115,10 +117,11 @@ def test_f30_01_whichever_call_of_a_poller_fails_tells_a_lost_device(
     run(clock, loop, main, faults=[Hang("spin")])
 
 
+@pytest.mark.fault("I1")
 @pytest.mark.parametrize("status", ["OUT_OF_MEMORY", "INVALID_VALUE", "STREAM_CAPTURE_ISOLATION"])
 @pytest.mark.parametrize("call", POLLED)
 @pytest.mark.parametrize(("clock", "loop"), BACKENDS)
-def test_f30_01_a_passing_error_of_a_poller_loses_no_device(
+def test_a_passing_error_of_a_poller_loses_no_device(
     clock: str, loop: str, call: str, status: str
 ) -> None:
     """Lack of memory in a query is no loss: the job is done, and so is the next one."""

@@ -185,6 +185,7 @@ def test_a_refused_order_fails_one_job() -> None:
     anyio.run(main)
 
 
+@pytest.mark.fault("D16")
 def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started what needs one fails; the lane and its caller go on."""
     driver = simulated.open("h200")
@@ -439,8 +440,9 @@ def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
     driver.close()
 
 
+@pytest.mark.fault("I15")
 @pytest.mark.parametrize("holds_call", [False, True])
-def test_f30_15_a_call_overtakes_nothing_that_is_on_the_way(holds_call: bool) -> None:
+def test_a_call_overtakes_nothing_that_is_on_the_way(holds_call: bool) -> None:
     """Calls begin behind launches and calls that the submit thread has yet to pass on.
 
     It is held up before it submits the launch, or behind that, before it passes the call on.
@@ -475,7 +477,8 @@ def test_f30_15_a_call_overtakes_nothing_that_is_on_the_way(holds_call: bool) ->
     assert order == ["launch", "first", "second"]
 
 
-def test_f30_15_each_call_finds_the_green_context_current() -> None:
+@pytest.mark.fault("I15")
+def test_each_call_finds_the_green_context_current() -> None:
     """What one call leaves current, the next one of the same turn of the worker does not see."""
     driver = simulated.open("h200")
     go_on = threading.Event()
@@ -494,7 +497,8 @@ def test_f30_15_each_call_finds_the_green_context_current() -> None:
     anyio.run(main)
 
 
-def test_f30_15_a_lease_ends_behind_its_copies() -> None:
+@pytest.mark.fault("I15")
+def test_a_lease_ends_behind_its_copies() -> None:
     """Cells stay taken while a copy beside the launches is on the device, however it is left."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)

@@ -62,9 +62,10 @@ def calls_of_open() -> list[tuple[str, int]]:
     return calls
 
 
+@pytest.mark.fault("I4")
 @pytest.mark.parametrize("last", [None, 10**9], ids=["once", "from there on"])
 @pytest.mark.parametrize("status", STATUSES)
-def test_f30_04_open_says_which_call_failed_first(
+def test_open_says_which_call_failed_first(
     status: str, last: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever call of an opening fails, its error names that call, or statistics say the loss."""
@@ -101,7 +102,8 @@ def _is(error: greensched.CUDAError, call: str, status: str) -> bool:
     return error.name == status and error.call.startswith(call)
 
 
-def test_f30_04_a_single_lack_of_memory_costs_no_executor() -> None:
+@pytest.mark.fault("C5", "I4")
+def test_a_single_lack_of_memory_costs_no_executor() -> None:
     """One refused green context is made again, and the pool has what it would have had."""
     whole = simulated.open("h200")
     driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY")])
@@ -114,7 +116,8 @@ def test_f30_04_a_single_lack_of_memory_costs_no_executor() -> None:
     assert anyio.run(executors, driver) == anyio.run(executors, whole)
 
 
-def test_f30_04_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
+@pytest.mark.fault("I4")
+def test_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
     """A class whose sizes need executors beside the menu opens as other pools do."""
     service = greensched.ServiceClass("decode", sizes=(24, 88), cap=88)
 
@@ -127,7 +130,8 @@ def test_f30_04_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
     assert anyio.run(partial(made, driver, services=[service])) > menu + 1
 
 
-def test_f30_04_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.fault("I4")
+def test_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """A pool without some of its executors says so in its statistics and a warning, and works."""
     driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY", last=13)])
 
@@ -141,7 +145,8 @@ def test_f30_04_executors_that_cannot_be_made_are_told(caplog: pytest.LogCapture
     anyio.run(main)
 
 
-def test_f30_04_a_failed_opening_is_tried_again() -> None:
+@pytest.mark.fault("I4")
+def test_a_failed_opening_is_tried_again() -> None:
     """A failure of the opening and of its cleanup leaves nothing that a later opening meets."""
     driver = simulated.open([SMALL])
     calls = calls_of_open()

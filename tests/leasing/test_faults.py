@@ -80,6 +80,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
     driver.close()
 
 
+@pytest.mark.fault("C2")
 def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
     """After a fault every job, waiter and request fails with the first cause, and at once."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("saxpy")])
@@ -143,12 +144,14 @@ async def noticed(driver: simulated.SimulatedDriver) -> float:
     return took
 
 
+@pytest.mark.fault("C10")
 def test_a_fault_is_noticed_though_nobody_waits(clock: Any) -> None:
     """Work that was left finds its fault all the same: readiness turns red within a second."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
     assert clock.run(partial(noticed, driver)) < 1.0
 
 
+@pytest.mark.fault("C10")
 def test_a_fault_on_the_real_clock_is_noticed() -> None:
     """With a loop of its own clock the sweep finds the fault, whoever waits or not."""
     anyio.run(noticed, simulated.open("h200", faults=[Crash("spin")]))
@@ -225,6 +228,7 @@ def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Cras
     clock.run(main)
 
 
+@pytest.mark.fault("C9")
 def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
     """Beside a kernel that never ends others are served; closing reports it and does not hang."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
@@ -474,6 +478,7 @@ ENDING = {"destroy_stream", "destroy_event", "destroy_green", "release_primary",
 NEVER_FAIL = {"initialise", "current", "device_count", "device_facts", "resource_facts"}
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize("status", ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
 @pytest.mark.parametrize(
     ("road", "verb"),

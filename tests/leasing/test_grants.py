@@ -388,7 +388,8 @@ def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
         loop.close()
 
 
-def test_f30_10_a_deadline_that_passed_while_the_loop_was_blocked_is_kept() -> None:
+@pytest.mark.fault("I10")
+def test_a_deadline_that_passed_while_the_loop_was_blocked_is_kept() -> None:
     """A loop that had no turn for its tick grants nothing to a request that is late by then."""
     pool = Pool(driver="simulated:h200")
 

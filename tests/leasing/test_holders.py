@@ -66,6 +66,7 @@ async def fixed_holder(pool: Pool) -> None:
         await anyio.sleep(4)
 
 
+@pytest.mark.fault("A12")
 def test_an_idle_holder_is_named_once(warned: Any) -> None:
     """The file and the line are those of its `async with`; after its checkpoint none waits."""
     (warning,) = warned(idle_holder)

@@ -29,8 +29,9 @@ def descriptors() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
+@pytest.mark.fault("D14", "I12")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_f30_12_opens_and_closes_leave_nothing_d14(backend: str) -> None:
+def test_opens_and_closes_leave_nothing(backend: str) -> None:
     """After 3 and after 9 pools there are as many objects, threads and open files."""
     driver = simulated.open("h20")
     earlier = set(threading.enumerate())  # other tests' threads need not end while this one runs

@@ -146,6 +146,7 @@ ENDS = {
 }
 
 
+@pytest.mark.fault("D3", "D4")
 @pytest.mark.parametrize("left", ENDS)
 def test_the_interpreter_ends_soon_and_quietly(left: str) -> None:
     """With whatever is left open or at work, exit takes little time and says nothing: code 0."""
@@ -181,6 +182,7 @@ def test_a_failure_at_the_end_is_shown() -> None:
 # -- loops ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("D5")
 def test_a_loop_may_close_with_a_pool_open() -> None:
     """A loop that closes with the pool open, a lease in hand and work in flight says nothing."""
     said = quiet(
@@ -257,6 +259,7 @@ USES = {
 }
 
 
+@pytest.mark.fault("D1")
 def test_a_forked_child_is_told() -> None:
     """In a forked child every use of the parent's pool raises ForkedPool; the parent goes on."""
     uses = ", ".join(f"{name!r}: {use}" for name, use in USES.items())
@@ -336,6 +339,7 @@ def test_a_forked_child_ends_quietly() -> None:
     assert said == "child: 0\nclosed\n"
 
 
+@pytest.mark.fault("D2")
 def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
     """What is opened in the child itself works there, beside the parent's dead one."""
     said = quiet(
@@ -365,6 +369,7 @@ def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
     assert said == "nothing: [0, 1, 2, 3]\nnothing: 132\n"
 
 
+@pytest.mark.fault("D2")
 def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A process started with 'spawn' while the parent's pool is open has a pool of its own."""
     program = tmp_path_factory.mktemp("spawn") / "program.py"
@@ -413,6 +418,7 @@ MORE_USES = {
 }
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.parametrize("use", MORE_USES)
 def test_a_forked_child_is_told_of_everything(use: str) -> None:
     """Buffers, streams, contexts and `open` of the parent raise ForkedPool in a child too."""
@@ -444,7 +450,8 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
     assert said.startswith("ForkedPool:"), said
 
 
-def test_f30_13_d1_a_cached_lease_is_not_granted_in_a_child() -> None:
+@pytest.mark.fault("D1", "I13")
+def test_a_cached_lease_is_not_granted_in_a_child() -> None:
     """`partition_nowait` asks the cache of leases first, and in a child that has none."""
     said = quiet(
         IN_A_CHILD
@@ -465,6 +472,7 @@ def test_f30_13_d1_a_cached_lease_is_not_granted_in_a_child() -> None:
     assert said.startswith("ForkedPool:"), said
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.parametrize(
     "use",
     ["pool.partition(8).__aenter__()", "pool.open()", "pool.statistics()", "repr(pool)",
@@ -500,6 +508,7 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
     assert "hung" not in said, said
 
 
+@pytest.mark.fault("D4")
 def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
     """The pool is closed at the exit, and named in a warning."""
     done = run("pool.sync.open(); print('end')", "-W", "always::ResourceWarning")
@@ -578,6 +587,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.fault("E6")
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A second process's pool is refused, by the GPU's UUID, until the first has ended or died."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

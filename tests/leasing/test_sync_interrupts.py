@@ -14,8 +14,9 @@ from greensched.driver import simulated
 from helpers.interrupts import interrupted_when
 
 
+@pytest.mark.fault("D10", "I3")
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1.0])
-def test_f30_03_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) -> None:
+def test_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) -> None:
     """A Ctrl-C while `with pool.sync:` opens, or just after, closes the pool; nothing hangs."""
     driver = simulated.open("h20")
     with Pool(driver=driver).sync:
@@ -37,7 +38,8 @@ def test_f30_03_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) ->
         assert not driver.live()
 
 
-def test_f30_03_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
+@pytest.mark.fault("I3")
+def test_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A Ctrl-C while the loop's thread is started or joined comes once that is done."""

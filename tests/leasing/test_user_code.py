@@ -116,11 +116,10 @@ class World:
         self.loop.close()
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("method", METHODS)
-def test_f30_08_an_interrupt_in_a_policy_loses_no_sm(
-    method: str, interrupt: type[BaseException]
-) -> None:
+def test_an_interrupt_in_a_policy_loses_no_sm(method: str, interrupt: type[BaseException]) -> None:
     """The decision is completed, all of its grants are told, and then the interrupt is raised."""
 
     def hook(_: Any) -> None:
@@ -136,8 +135,9 @@ def test_f30_08_an_interrupt_in_a_policy_loses_no_sm(
     world.end(tasks)
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("method", ["class_rank", "size", "at"])
-def test_f30_08_an_interrupt_while_a_request_is_granted_gives_its_sms_back(method: str) -> None:
+def test_an_interrupt_while_a_request_is_granted_gives_its_sms_back(method: str) -> None:
     """The caller of a request gets the interrupt of its own decision, and holds nothing then."""
 
     def hook(_: Any) -> None:
@@ -155,8 +155,9 @@ def test_f30_08_an_interrupt_while_a_request_is_granted_gives_its_sms_back(metho
     world.end(tasks)
 
 
+@pytest.mark.fault("I8")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_f30_08_a_rank_that_raises_is_counted_as_nothing(error: type[BaseException]) -> None:
+def test_a_rank_that_raises_is_counted_as_nothing(error: type[BaseException]) -> None:
     """Its caller gets what it raised, and counts of requests still add up."""
 
     def hook(_: Any) -> None:
@@ -178,8 +179,9 @@ def test_f30_08_a_rank_that_raises_is_counted_as_nothing(error: type[BaseExcepti
     world.end([])
 
 
+@pytest.mark.fault("I9")
 @pytest.mark.parametrize("method", ["rank", *METHODS])
-def test_f30_09_a_policy_that_asks_its_pool_gets_a_snapshot(method: str) -> None:
+def test_a_policy_that_asks_its_pool_gets_a_snapshot(method: str) -> None:
     """Statistics and `repr` answer inside a decision, and what would change the pool is refused."""
     seen = list[object]()
 
@@ -209,7 +211,8 @@ def test_f30_09_a_policy_that_asks_its_pool_gets_a_snapshot(method: str) -> None
     world.end(tasks)
 
 
-def test_f30_09_the_sync_pool_is_refused_inside_a_decision() -> None:
+@pytest.mark.fault("I9")
+def test_the_sync_pool_is_refused_inside_a_decision() -> None:
     """A policy cannot wait for `pool.sync`: the loop of that would wait for its decision."""
     pool = Pool(driver="simulated:h20")
     with pool.sync:
@@ -219,8 +222,9 @@ def test_f30_09_the_sync_pool_is_refused_inside_a_decision() -> None:
             assert p.sm_count == 8
 
 
+@pytest.mark.fault("I9")
 @pytest.mark.parametrize("method", METHODS)
-def test_f30_09_a_log_handler_may_print_the_pool_while_a_policy_fails(method: str) -> None:
+def test_a_log_handler_may_print_the_pool_while_a_policy_fails(method: str) -> None:
     """The failure is logged once no lock is held: another thread can answer to the handler."""
     printed = list[str]()
 
@@ -246,7 +250,8 @@ def test_f30_09_a_log_handler_may_print_the_pool_while_a_policy_fails(method: st
     world.end(tasks)
 
 
-def test_f30_09_a_view_that_a_policy_keeps_does_not_change() -> None:
+@pytest.mark.fault("I9")
+def test_a_view_that_a_policy_keeps_does_not_change() -> None:
     """What a policy was shown is what was true then."""
     kept = list[Any]()
     world = World(Own("class_rank", kept.append))

@@ -239,6 +239,7 @@ def test_the_earliest_deadline_goes_first() -> None:
 # -- quotas, bounds, devices ----------------------------------------------------------------------
 
 
+@pytest.mark.fault("F11")
 def test_a_quota_is_kept_on_average() -> None:
     """A class beyond its quota waits though cells are free, and is granted as soon as it may."""
     scheduler = make(ServiceClass("a", quota=8.0), ServiceClass("b"))
@@ -288,8 +289,9 @@ def test_priorities_and_weights_can_be_any_numbers() -> None:
 TWO = (ServiceClass("a"), ServiceClass("b"))
 
 
+@pytest.mark.fault("I10")
 @pytest.mark.parametrize("classes", [(), TWO], ids=["one", "two"])
-def test_f30_10_a_deadline_that_passed_between_ticks_is_not_granted(
+def test_a_deadline_that_passed_between_ticks_is_not_granted(
     classes: tuple[ServiceClass, ...],
 ) -> None:
     """Cells that come free after a deadline go to the next request; the late one is refused."""

@@ -25,6 +25,7 @@ def ask(scheduler: Scheduler, sms: Size, service: str = "", **options: object) -
     return scheduler.request(0.0, parse_sizes((sms,)), service=service, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.fault("B11")
 def test_a_new_floor_fills_as_leases_end() -> None:
     """Leases from before end in their own time, and what comes free is kept until it suffices."""
     scheduler = make(BATCH)

@@ -61,6 +61,7 @@ def test_a_floor_is_one_block() -> None:
     assert lease.mask == 0b11110000
 
 
+@pytest.mark.fault("F11")
 def test_a_cap_bounds_what_a_class_holds() -> None:
     """At its cap a class waits though cells are free, elastic leases stop there, others pass."""
     scheduler = make(ServiceClass("small", cap=16), PLAIN)
@@ -318,7 +319,8 @@ def test_a_grant_whose_least_is_in_the_remainder_borrows_every_cell_that_it_take
     assert not grant.loans
 
 
-def test_f30_15_loans_go_back_first_to_an_owner_that_waits() -> None:
+@pytest.mark.fault("I15")
+def test_loans_go_back_first_to_an_owner_that_waits() -> None:
     """A borrower of two owners that has executors for some of its cells gives back part of them."""
     patient = ServiceClass("patient", reserve=32, max_wait_for_reserve=0.020)
     scheduler = make(patient, ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH)

@@ -585,6 +585,7 @@ def test_nothing_grows_with_past_requests() -> None:
     assert scheduler.statistics().sms_free == 32
 
 
+@pytest.mark.fault("B7")
 @pytest.mark.white_box
 def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
     """Cancelling 10,000 that wait looks at no cells at all; the one that stays is still served."""
@@ -602,6 +603,7 @@ def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
     assert footprint(scheduler) == 0
 
 
+@pytest.mark.fault("B9")
 @pytest.mark.white_box
 def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
     """10,000 that wait for three different wishes cost three looks at the most, not 10,000.
@@ -659,7 +661,8 @@ class CountingCells(DeviceCells):
         return super().fit_all(free, parts, warm or {})
 
 
-def test_f30_15_what_fits_before_a_reservation_counts_overruns() -> None:
+@pytest.mark.fault("I15")
+def test_what_fits_before_a_reservation_counts_overruns() -> None:
     """A class whose leases take twice as long as it says is not let in for what it says."""
     late = ServiceClass("late")
     scheduler = Scheduler([SMALL], Fifo(ageing=0), 1000, services=[late])
@@ -670,7 +673,8 @@ def test_f30_15_what_fits_before_a_reservation_counts_overruns() -> None:
     assert ask(scheduler, 10.0, 8, duration=2.0).state is GrantState.GRANTED
 
 
-def test_f30_15_no_device_is_kept_for_a_request_whose_executor_is_made() -> None:
+@pytest.mark.fault("I15")
+def test_no_device_is_kept_for_a_request_whose_executor_is_made() -> None:
     """Its cells are free: others have them until the executor is there."""
     scheduler = Scheduler([SMALL], Fifo(ageing=0), 1000, lambda _, mask: mask.bit_count() < 3)
     assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED

@@ -51,8 +51,9 @@ def test_a_cap_below_the_floor_is_refused() -> None:
         validate_services([ServiceClass("decode", reserve=32, cap=16)])
 
 
+@pytest.mark.fault("I13")
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_f30_13_the_charges_of_any_weight_are_counted(weight: float) -> None:
+def test_the_charges_of_any_weight_are_counted(weight: float) -> None:
     """With the smallest and the largest weight a class has finite tags; 1e-320 had none."""
     services = [ServiceClass("extreme", weight=weight), ServiceClass("plain")]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)

@@ -367,6 +367,7 @@ def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> N
     run(main())
 
 
+@pytest.mark.fault("E5")
 def test_a_dead_caller_reaches_the_gpu(
     fleet: Fleet, run: Any, tmp_path: Path, cluster: Any
 ) -> None:
@@ -416,11 +417,13 @@ def test_a_full_fleet_says_so_at_once(fleet: Fleet, run: Any, tmp_path: Path) ->
 # -- pools that are lost ----------------------------------------------------------------------
 
 
+@pytest.mark.fault("E4")
 def test_an_idempotent_job_is_tried_again(fleet: Fleet, run: Any, tmp_path: Path) -> None:
     """Its process dies under it, and it is answered by another run, within its deadline."""
     assert run(fleet.submit(dies, tmp_path, 1, sms=8, deadline=30, idempotent=True)) == 2
 
 
+@pytest.mark.fault("E4")
 def test_any_other_runs_once(fleet: Fleet, run: Any, tmp_path: Path) -> None:
     """Its process dies under it: that is told, and it was not run again."""
     with pytest.raises(greensched.PoolLost) as caught:

@@ -130,6 +130,7 @@ async def test_it_answers(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> 
     sim_gpu.assert_ran(spin, times=5)
 
 
+@pytest.mark.fault("B8")
 async def test_a_full_queue_is_429(sim_pool: SimPool, make_app: Any) -> None:
     """A full queue is 429 with whole seconds to retry after; the other requests are served."""
     async with serving(make_app(sim_pool(max_waiting=2), spin_for_10_ms)) as client:
@@ -263,6 +264,7 @@ async def test_a_client_that_leaves_the_queue(sim_pool: SimPool, make_app: Any) 
         assert pool.statistics().cancelled == 1
 
 
+@pytest.mark.fault("A13")
 async def test_a_client_that_leaves_its_kernel(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
@@ -306,6 +308,7 @@ def test_on_either_kind_of_loop(
     assert statuses == [429, 499, 200]
 
 
+@pytest.mark.fault("A13")
 @pytest.mark.parametrize("seed", range(5))
 async def test_clients_that_leave_at_random(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any, seed: int
@@ -437,6 +440,7 @@ async def probes(client: httpx.AsyncClient) -> tuple[int, int]:
     return healthz.status_code, readyz.status_code
 
 
+@pytest.mark.fault("E2")
 async def test_probes_follow_the_pool(sim_pool: SimPool, make_app: Any) -> None:
     """Ready while it grants; closing and closed is not ready, and no reason to restart."""
     pool = sim_pool()
@@ -452,6 +456,7 @@ async def test_probes_follow_the_pool(sim_pool: SimPool, make_app: Any) -> None:
         assert await probes(client) == (200, 503)
 
 
+@pytest.mark.fault("C2")
 async def test_a_fault_of_a_job_is_seen_within_a_second(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
@@ -469,6 +474,7 @@ async def test_a_fault_of_a_job_is_seen_within_a_second(
         assert await probes(client) == (503, 503)
 
 
+@pytest.mark.fault("E2")
 async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> None:
     """A device that fails while nothing of the pool runs there turns both probes red at once."""
     driver = sim_gpu.open("h200x2")
@@ -481,9 +487,8 @@ async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> N
         assert "another kernel" in (await client.get("/readyz")).json()["detail"]
 
 
-async def test_f30_15_a_driver_call_that_fails_is_no_lost_device(
-    sim_gpu: SimGPU, make_app: Any
-) -> None:
+@pytest.mark.fault("I15")
+async def test_a_driver_call_that_fails_is_no_lost_device(sim_gpu: SimGPU, make_app: Any) -> None:
     """A pool whose device does not answer as it should is not ready, and healthy all the same."""
     driver = sim_gpu.open("h200")
     async with serving(make_app(Pool(driver=driver), spin_for_10_ms)) as client:

@@ -359,6 +359,7 @@ async def test_an_error_of_a_websocket_is_raised(sim_gpu: SimGPU) -> None:
 # -- SIGTERM ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("D10", "E3")
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_sigterm_turns_readiness_red_first(
     sim_gpu: SimGPU, sim_pool: SimPool, signals: int
