@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 
 import pytest
-
 from tests.faults.cases import ELSEWHERE, TESTS, Case, cases, marked
 
 
