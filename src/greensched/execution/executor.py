@@ -40,8 +40,8 @@ from greensched.execution.worker_calls import WorkerCalls, job_failed
 
 logger = logging.getLogger("greensched")
 
-#: Jobs in flight on a stream at most, so that no launch blocks: a launch is reported to block at about
-#: 1,000 outstanding entries of a driver's queue (not measured here), and a job is up to three.
+#: Jobs in flight on a stream at most, so that no launch blocks: a launch is reported to block at
+#: about 1,000 outstanding entries of a driver's queue (not measured here); a job is up to three.
 DEPTH = 256
 
 
