@@ -48,7 +48,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 # The extras; a page describes their adapters without them.
-autodoc_mock_imports = ["cuda.core", "cupy", "numba", "ray", "torch", "warp"]
+autodoc_mock_imports = [
+    *("cuda.core", "cupy", "numba", "nvtx", "opentelemetry", "prometheus_client"),
+    *("ray", "torch", "warp"),
+]
 default_role = "literal"
 highlight_language = "text"
 

@@ -24,7 +24,10 @@ SOURCE = ROOT / "src" / "greensched"
 MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: What there are integrations with.
-NEIGHBOURS = {"pytest", "_pytest", "starlette", "fastapi", "uvicorn"}
+NEIGHBOURS = {
+    *("pytest", "_pytest", "starlette", "fastapi", "uvicorn"),
+    *("nvtx", "opentelemetry", "prometheus_client"),
+}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 ERRORS = sorted(

@@ -399,10 +399,14 @@ class DriverUnavailable(GreenschedError, RuntimeError):
     """No usable CUDA driver or device; the message says what to install or change.
 
     A simulation is never used in its place unless it is asked for; the message says how.
+
+    Attributes:
+        name: the driver's status, as of `CUDAError`: `"NO_DEVICE"`; "" if there was none.
     """
 
-    def __init__(self, problem: str) -> None:
+    def __init__(self, problem: str, name: str = "") -> None:
         self.problem = problem
+        self.name = name
         super().__init__(
             f"{problem}. To run without a GPU, choose a simulated one: "
             'Pool(driver="simulated:h200"), or GREENSCHED_DRIVER=simulated:h200'

@@ -415,6 +415,11 @@ class Pool:
         return self._lifecycle.failure
 
     @property
+    def opening_error(self) -> BaseException | None:
+        """Why the last `open` failed; None if it did not, or goes on."""
+        return self._lifecycle.opening_error
+
+    @property
     def devices(self) -> tuple[Device, ...]:
         """The devices, in the order they were given; none before the pool is open."""
         return tuple(each.device for each in self._lifecycle.device_pools)

@@ -208,7 +208,7 @@ def error_class(status: int) -> ErrorClass:
 def unavailable(error: CUDAError) -> DriverUnavailable:
     """Make the error of a machine that is not set up, of what a call at `open` raised."""
     remedy = _REMEDIES.get(error.status, "see nvidia-smi and the kernel's log")
-    return DriverUnavailable(f"{remedy} ({error})")
+    return DriverUnavailable(f"{remedy} ({error})", error.name)
 
 
 def from_status(status: int, call: str, name: str | None = None, detail: str = "") -> CUDAError:

@@ -70,6 +70,8 @@ class PoolLifecycle:
         self.recorder = Recorder()
         #: Leases are timed once the pool is open.
         self.is_timed = False
+        #: Why the last opening failed.
+        self.opening_error: BaseException | None = None
         self._manager: LeaseManager | None = None
         #: The manager once it grants: one attribute for the hot paths.
         self.granting: LeaseManager | None = None
@@ -123,6 +125,7 @@ class PoolLifecycle:
             if self._manager is not None:
                 self._manager.check()
             if self._opening is None:
+                self.opening_error = None
                 driver = drivers.open(self.options.driver)
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
                 manager = LeaseManager(driver, builder, self.lock, self.cache, self.recorder)
@@ -183,9 +186,10 @@ class PoolLifecycle:
             with self.lock:  # the next open() starts anew
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
-            first = first_error(error)
+            first = self.opening_error = first_error(error)
             if isinstance(first, CUDAError) and error_class(first.status) is ErrorClass.ENVIRONMENT:
-                raise unavailable(first) from first
+                self.opening_error = unavailable(first)
+                raise self.opening_error from first
             if first is error:
                 raise
             raise first from None

@@ -1,0 +1,238 @@
+"""Prometheus metrics of pools. Needs the extra `prometheus`.
+
+    from greensched.integrations.prometheus import export
+
+    export(pool)  # in prometheus_client's default registry, which its servers show
+
+Each scrape reads `Pool.statistics` and `Pool.leases`: nothing else is counted, and no thread runs.
+Only the times of leases are counted as they happen, by `Pool.time_leases`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+import greensched
+from greensched import Durations, Pool, PoolState, ServiceStatistics
+from greensched.errors import InvalidRequest
+from greensched.integrations.reading import DeviceReading, PoolReading, read
+
+#: Pools that are left out: nothing of them changes any more.
+ENDED = (PoolState.CLOSED, PoolState.FORKED)
+#: How a request ends.
+OUTCOMES = ("granted", "cancelled", "expired", "refused")
+
+#: Every metric but its prefix `greensched_`: its kind, its text, its labels beside `pool`. A device
+#: is the UUID of a GPU; a service is a class, "" of requests without one.
+METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
+    "pool": (InfoMetricFamily, "What a pool runs.", ()),
+    "pool_ready": (GaugeMetricFamily, "1 while the pool grants leases, else 0.", ()),
+    "pool_fault": (
+        GaugeMetricFamily,
+        "1: why a pool did not open, or what ended it; status is the driver's.",
+        ("error", "status"),
+    ),
+    "device": (InfoMetricFamily, "What a GPU is.", ("device",)),
+    "device_up": (GaugeMetricFamily, "1 while the GPU works, 0 once it is lost.", ("device",)),
+    "sms_limit": (GaugeMetricFamily, "SMs of a GPU.", ("device",)),
+    "sms": (
+        GaugeMetricFamily,
+        "SMs of a GPU: free, leased, or draining until the work of an ended lease is done.",
+        ("device", "state"),
+    ),
+    "leases": (
+        GaugeMetricFamily,
+        "Leases by state: used or draining.",
+        ("device", "service", "state"),
+    ),
+    "oldest_lease_seconds": (
+        GaugeMetricFamily,
+        "For how long the oldest lease has been in its state.",
+        ("device", "service", "state"),
+    ),
+    "service_sms": (GaugeMetricFamily, "SMs that a class holds.", ("service",)),
+    "service_sms_lent": (
+        GaugeMetricFamily,
+        "SMs of the reserve of a class that others have borrowed.",
+        ("service",),
+    ),
+    "service_sms_reserved": (GaugeMetricFamily, "SMs of the reserve of a class.", ("service",)),
+    "sm_seconds": (
+        CounterMetricFamily,
+        "SM-seconds that the leases of a class took, running ones included.",
+        ("service",),
+    ),
+    "requests_waiting": (GaugeMetricFamily, "Queued requests.", ("service",)),
+    "requests": (
+        CounterMetricFamily,
+        "Requests by outcome: granted (each lease counts), cancelled, expired or refused.",
+        ("service", "outcome"),
+    ),
+    "lease_wait_seconds": (
+        HistogramMetricFamily,
+        "From a request to its grant.",
+        ("service",),
+    ),
+    "lease_use_seconds": (
+        HistogramMetricFamily,
+        "From a grant to the end of the block.",
+        ("service",),
+    ),
+    "lease_drain_seconds": (
+        HistogramMetricFamily,
+        "From the end of the block until the work was done.",
+        ("service",),
+    ),
+    "wake_seconds": (
+        HistogramMetricFamily,
+        "From the grant of a queued request until its task went on: the event loop's delay.",
+        (),
+    ),
+}
+
+
+def export(
+    pool: Pool, *, name: str = "default", registry: CollectorRegistry = REGISTRY
+) -> PoolCollector:
+    """Export a pool's metrics until it is closed, and time its leases from now on.
+
+    May be called before the pool is open. The pools of one registry share its one collector.
+    Never waits.
+
+    Args:
+        name: the label `pool`; not that of another pool which is not closed.
+        registry: where the metrics are collected.
+
+    Returns:
+        The registry's collector.
+
+    Raises:
+        InvalidRequest: another pool has the name, or this pool has another name.
+    """
+    with _lock:
+        collector = _collectors.get(registry)
+        if collector is None:
+            collector = PoolCollector()
+            registry.register(collector)
+            _collectors[registry] = collector
+    collector.add(pool, name)
+    return collector
+
+
+class PoolCollector(Collector):
+    """Collects the metrics of the pools that were given to `export`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, weakref.ref[Pool]] = {}
+
+    def add(self, pool: Pool, name: str) -> None:
+        """Collect a pool, too. See `export`."""
+        with _lock:
+            for known, other in self._live():
+                if (other is pool) != (known == name):
+                    what = "this pool" if other is pool else "another pool"
+                    raise InvalidRequest(f"name={name!r}: {what} is exported as {known!r} already")
+            self._pools[name] = weakref.ref(pool)
+        pool.time_leases()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return every metric without samples: the registry looks for their names."""
+        return _families().values()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every metric of every pool that is not closed."""
+        families = _families()
+        with _lock:
+            pools = self._live()
+        for name, pool in pools:
+            _Samples(families, name).add_pool(read(pool))
+        return families.values()
+
+    def _live(self) -> list[tuple[str, Pool]]:
+        """Return the pools that are not closed, and forget the others."""
+        found = [(name, reference()) for name, reference in self._pools.items()]
+        live = [(name, pool) for name, pool in found if pool and pool.state not in ENDED]
+        self._pools = {name: weakref.ref(pool) for name, pool in live}
+        return live
+
+
+#: The collector of each registry. The lock is never held while a pool is read.
+_collectors: weakref.WeakKeyDictionary[CollectorRegistry, PoolCollector] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def _families() -> dict[str, Any]:
+    return {
+        name: kind(f"greensched_{name}", text, labels=("pool", *labels))
+        for name, (kind, text, labels) in METRICS.items()
+    }
+
+
+class _Samples:
+    """Adds the samples of one pool to the families of one scrape."""
+
+    def __init__(self, families: dict[str, Any], pool: str) -> None:
+        self._families = families
+        self._pool = pool
+
+    def _add(self, name: str, value: Any, *labels: str) -> None:
+        self._families[name].add_metric((self._pool, *labels), value)
+
+    def add_pool(self, found: PoolReading) -> None:
+        self._add("pool_ready", found.is_ready)
+        if found.fault is not None:
+            self._add("pool_fault", 1, *found.fault_labels)
+        if found.statistics is None:
+            return
+        version = getattr(greensched, "__version__", "")
+        self._add("pool", {"version": version, "completion": found.statistics.completion})
+        for device in found.devices:
+            self._add_device(device)
+        for service, of_class in found.statistics.services.items():
+            self._add_service(service, of_class)
+        self._add_durations("wake_seconds", found.statistics.wake)
+
+    def _add_device(self, found: DeviceReading) -> None:
+        device = found.device
+        info = {"name": device.name, "ordinal": str(device.ordinal)}
+        self._add("device", info, device.uuid)
+        self._add("device_up", found.is_up, device.uuid)
+        self._add("sms_limit", device.sm_count, device.uuid)
+        for state, sms in found.sms.items():
+            self._add("sms", sms, device.uuid, state)
+        for (service, state), leases in found.leases.items():
+            self._add("leases", leases.count, device.uuid, service, state)
+            self._add("oldest_lease_seconds", leases.oldest, device.uuid, service, state)
+
+    def _add_service(self, service: str, found: ServiceStatistics) -> None:
+        self._add("service_sms", found.sms, service)
+        self._add("service_sms_lent", found.sms_lent, service)
+        self._add("service_sms_reserved", found.reserve, service)
+        self._add("sm_seconds", found.sm_seconds, service)
+        self._add("requests_waiting", found.waiting, service)
+        for outcome in OUTCOMES:
+            self._add("requests", getattr(found, outcome), service, outcome)
+        self._add_durations("lease_wait_seconds", found.wait, service)
+        self._add_durations("lease_use_seconds", found.use, service)
+        self._add_durations("lease_drain_seconds", found.drain, service)
+
+    def _add_durations(self, name: str, found: Durations | None, *labels: str) -> None:
+        if found is not None:
+            buckets = [(str(bound), float(count)) for bound, count in found.buckets]
+            buckets.append(("+Inf", float(found.count)))
+            self._families[name].add_metric((self._pool, *labels), buckets, found.seconds)
