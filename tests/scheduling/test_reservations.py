@@ -51,6 +51,16 @@ def test_who_names_no_class_is_kept_out_of_floors() -> None:
     assert (caught.value.asked, caught.value.most) == (64, 32)
 
 
+def test_free_cells_of_a_floor_do_not_end_a_wait() -> None:
+    """What is kept for an owner lets no other begin, so what ends before it can is let past."""
+    scheduler = make(ServiceClass("owner", reserve=32, max_wait_for_reserve=0), PLAIN)
+    ask(scheduler, 0.0, 8, "plain", duration=4.0)
+    whole = ask(scheduler, 0.0, 32, "plain")
+    assert whole.state is GrantState.QUEUED, "of 56 free SMs 32 are kept"
+    assert ask(scheduler, 1.0, 8, "plain", duration=4.0).state is GrantState.QUEUED
+    assert ask(scheduler, 1.0, 8, "plain", duration=2.0).state is GrantState.GRANTED
+
+
 def test_a_floor_is_one_block() -> None:
     """What is kept stays in one piece, so that the owner gets a contiguous partition."""
     scheduler = make(OWNER, PLAIN)

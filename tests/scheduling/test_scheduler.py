@@ -235,7 +235,7 @@ def test_a_kept_device_is_open_to_a_request_whose_holder_has_grants_there(
     outer = ask(scheduler, 0.0, 8, holder="task", duration=duration)
     other = ask(scheduler, 0.0, 24)
     whole = ask(scheduler, 1.0, ALL)
-    stranger = ask(scheduler, 2.0, 8, duration=duration)
+    stranger = ask(scheduler, 2.0, 8, duration=duration and 2 * duration)
     nested = ask(scheduler, 3.0, 8, holder="task", duration=duration)
     assert whole.state is stranger.state is nested.state is GrantState.QUEUED
     assert give_back(scheduler, 4.0, other) == [nested]
@@ -243,6 +243,19 @@ def test_a_kept_device_is_open_to_a_request_whose_holder_has_grants_there(
     assert at_once.state is GrantState.GRANTED
     assert give_back(scheduler, 5.0, at_once) + give_back(scheduler, 5.0, nested) == []
     assert give_back(scheduler, 5.0, outer) == [whole]
+
+
+def test_what_is_granted_on_a_kept_device_leaves_time_for_others_before_its_end() -> None:
+    """Where it delays the first request, what ends before that is granted, too, and at once."""
+    scheduler = make(policy=Fifo(ageing=0.0))
+    ask(scheduler, 0.0, 8, holder="task", duration=5.0)
+    ask(scheduler, 0.0, 8, duration=4.0)
+    whole = ask(scheduler, 1.0, ALL)
+    waiting = ask(scheduler, 1.0, 8, duration=5.0)
+    assert whole.state is waiting.state is GrantState.QUEUED, "it would end at 6.0, not at 5.0"
+    nested = ask(scheduler, 1.0, 8, holder="task", duration=6.0)
+    assert nested.state is GrantState.GRANTED
+    assert scheduler.resized(nested) == [waiting]
 
 
 def test_who_has_a_device_goes_first_everywhere() -> None:

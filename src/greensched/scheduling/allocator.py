@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from greensched.scheduling.cells import DeviceCells, SizeRange, lowest
@@ -612,23 +613,42 @@ class SMAllocator:
 
     # -- what is to be expected ------------------------------------------------------------------
 
+    def would_fit(self, request: Request, device: int, freed: Mapping[Grant, int]) -> bool:
+        """Return whether a request would fit on a device if grants had freed these cells.
+
+        Of an elastic request, the least that it should have. Cells that are kept for the reserves
+        of other classes are not for it.
+        """
+        cells, free, parts = self.devices[device], self.free_masks[device], request.parts
+        if request.is_elastic:
+            least = request.target[0].least
+            parts = (SizeRange(least, least),)
+        reachable = free
+        for mask in freed.values():
+            reachable |= mask
+        masks = cells.fit_all(reachable, parts)
+        if not masks or not self.reservations[device].owners:
+            return bool(masks)
+        given = {grant: cells.cell_count(mask) for grant, mask in freed.items()}
+        reservations = self.reservations[device]
+        available = reservations.available_after(cells.cell_count(free), request, given)
+        return sum(map(cells.cell_count, masks)) <= available
+
     def free_at(self, device: int, request: Request, now: float) -> float:
         """Return when a request fits on a device if nothing else is granted there.
 
         As far as is known: a lease of unknown duration, or one that takes longer than was known,
         may end at any moment.
         """
-        cells, free, at = self.devices[device], self.free_masks[device], now
+        at, freed = now, dict[Grant, int]()
         if self.shared_grants[device] and not request.class_state.shared:
             at = max(grant.frees_at(now) for grant in self.shared_grants[device])
-        if cells.fit_all(free, request.parts):
-            return at
-        ends = [(x.frees_at(now), x.mask) for x in self.grants[device] if not x.is_shared]
-        for end, mask in sorted(ends):
-            at = max(at, end)
-            free |= mask
-            if cells.fit_all(free, request.parts):
+        ends = [(x.frees_at(now), x) for x in self.grants[device] if not x.is_shared]
+        for end, grant in sorted(ends, key=itemgetter(0)):
+            if self.would_fit(request, device, freed):
                 break
+            at = max(at, end)
+            freed[grant] = grant.mask
         return at
 
     def running(self, now: float) -> list[tuple[int, float]]:

@@ -231,8 +231,8 @@ class Dispatcher:
                     is_first = self._blocked(request, now, is_first=is_first)
             else:
                 most = self._take(request, granted)
-                if is_sized and is_refused:
-                    self._again = True  # what the others should have depends on this grant
+                # What the others should have, or when the first could begin, depends on this grant.
+                self._again |= is_refused and (is_sized or queue.reservation is not None)
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out are not any more
                     return

@@ -59,10 +59,6 @@ class _Left:
         self._left: dict[Grant, int] = {}
         #: The leases that give back at checkpoints.
         self.elastic: list[Grant] = []
-        self._parts = request.parts
-        if request.is_elastic:
-            least = request.target[0].least
-            self._parts = (SizeRange(least, least),)
         for grant in allocator.grants[device]:
             if grant.draining:
                 self._left[grant] = grant.mask & self._cells.full_mask
@@ -77,14 +73,4 @@ class _Left:
 
     def is_enough(self) -> bool:
         """Return whether the request fits."""
-        cells, free = self._cells, self._allocator.free_masks[self._device]
-        reachable = free
-        for mask in self._left.values():
-            reachable |= mask
-        masks = cells.fit_all(reachable, self._parts)
-        if not masks:
-            return False
-        given = {grant: cells.cell_count(mask) for grant, mask in self._left.items()}
-        reservations = self._allocator.reservations[self._device]
-        available = reservations.available_after(cells.cell_count(free), self._request, given)
-        return sum(map(cells.cell_count, masks)) <= available
+        return self._allocator.would_fit(self._request, self._device, self._left)

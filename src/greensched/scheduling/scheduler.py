@@ -159,7 +159,7 @@ class Scheduler:
                 has.
             QueueFull: it would have to wait, and too many do.
 
-        Under a policy that sizes grants, `resized` comes next: others may now get less.
+        `resized` comes next: others may be granted because of it.
         """
         state = self._class_of(service)
         if self.allocator.is_limited:
@@ -267,8 +267,15 @@ class Scheduler:
             self.dispatcher.note_missing(request)
 
     def resized(self, request: Request) -> list[Request]:
-        """Return the requests granted because of one just taken, by a policy that sizes."""
-        return self.dispatcher.dispatch(request.arrived) if self.queue.policy.size else []
+        """Return the others that are granted because of a request just taken.
+
+        By a policy that sizes, they may need less. Where a device is kept for another request, that
+        may now begin later, which leaves time for more before it.
+        """
+        queue = self.queue
+        if queue.policy.size is None and queue.reservation is None:
+            return []
+        return self.dispatcher.dispatch(request.arrived)
 
     def cancel(self, now: float, request: Request) -> list[Request]:
         """Cancel a queued request. Return the requests that are granted because it left."""
