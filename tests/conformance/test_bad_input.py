@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, REST, Buffer, Job, LaunchConfig, Partition, Pool, Program, ServiceClass
+from greensched import ALL, REST, Job, LaunchConfig, Partition, Pool, Program, ServiceClass
 from greensched.kernels import Cost, Parameter, fill, saxpy
 from helpers.backend import Backend
 
@@ -448,27 +448,23 @@ def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
     """Memory of one device is refused on another, by each use, and says whose it is."""
 
     async def main() -> None:
-        async with backend.pool("h200x2") as pool, pool.partition(8, device=0) as p:
+        async with backend.pair("h200x2") as pool, pool.partition(8, device=0) as p:
             with await p.empty(8) as mine:
                 with pytest.raises(greensched.WrongDevice, match="device 0, and this is device 1"):
                     mine.check(1)
-                if len(pool.devices) > 1:
-                    await refused_on_another(pool, p, mine)
-
-    async def refused_on_another(pool: Pool, p: Partition, mine: Buffer) -> None:
-        async with pool.partition(8, device=1) as q:
-            with await q.empty(8) as b:
-                async with untouched(pool, p):
-                    for use in (
-                        lambda: p.launch(CONFIG, fill, b, 1.0, 8),
-                        lambda: p.download(b),
-                        lambda: p.copy(b, b),
-                        lambda: p.copy(b, np.ones(8, np.float32)),
-                        lambda: p.run(id, b),
-                    ):
-                        with pytest.raises(greensched.WrongDevice, match="device 1") as refused:
-                            use()
-                        assert (refused.value.has, refused.value.wants) == (1, 0)
+            async with pool.partition(8, device=1) as q:
+                with await q.empty(8) as b:
+                    async with untouched(pool, p):
+                        for use in (
+                            lambda: p.launch(CONFIG, fill, b, 1.0, 8),
+                            lambda: p.download(b),
+                            lambda: p.copy(b, b),
+                            lambda: p.copy(b, np.ones(8, np.float32)),
+                            lambda: p.run(id, b),
+                        ):
+                            with pytest.raises(greensched.WrongDevice, match="device 1") as refused:
+                                use()
+                            assert (refused.value.has, refused.value.wants) == (1, 0)
 
     backend.run(main)
 

@@ -75,12 +75,16 @@ class Backend:
             options.setdefault("devices", [0])
         return greensched.Pool(driver=self.driver(spec, **faults), **options)
 
-    def pair(self, spec: str) -> greensched.Pool:
+    def pair(self, spec: str, **options: Any) -> greensched.Pool:
         """Make a pool over two devices; skip the test on a machine with fewer."""
-        driver = self.driver(spec)
+        return greensched.Pool(driver=self.two_devices(spec), devices=[0, 1], **options)
+
+    def two_devices(self, spec: str, **faults: Any) -> Driver:
+        """Open a driver with two devices; skip the test on a machine with fewer."""
+        driver = self.driver(spec, **faults)
         if not self.is_simulated:  # a simulated driver has the devices of `spec`
             _with(2, driver)
-        return greensched.Pool(driver=driver, devices=[0, 1])
+        return driver
 
     def run(self, main: Callable[..., Awaitable[T]], *args: object) -> T:
         """Run an async function on this backend's loop and clock."""

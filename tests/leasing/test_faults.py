@@ -131,6 +131,60 @@ def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
     clock.run(main)
 
 
+async def crash(pool: Pool, device: int) -> None:
+    """Lose a device by the kernel that the driver's script names."""
+    with pytest.raises(greensched.DeviceLost):
+        async with pool.partition(8, device=device) as p:
+            x = await p.empty(8)
+            await p.launch(ONE, saxpy, 1.0, x, x, 8)
+
+
+def test_a_fault_of_one_device_ends_the_pool_over_two(clock: Any) -> None:
+    """CUDA says that the process must be replaced: leases of the other device end with it."""
+    driver = simulated.open("h20x2", clock=clock, faults=[Crash("saxpy")])
+    ended: list[greensched.DeviceLost] = []
+
+    async def main() -> None:
+        pool = await opened(driver)
+
+        async def work(p: greensched.Partition) -> None:
+            with pytest.raises(greensched.DeviceLost) as met:
+                async with p:
+                    await p.launch(ONE, spin, 10**12)
+            ended.append(met.value)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work, pool.partition(8, device=1))
+            await turns()
+            tasks.start_soon(work, pool.partition(ALL, device=1))  # waits until the other one ends
+            await turns()
+            await crash(pool, 0)
+        assert [error.cause for error in ended] == [pool.fault] * 2
+        assert isinstance(pool.fault, greensched.DeviceFault)
+        assert pool.fault.device == 0
+        with pytest.raises(greensched.DeviceLost):
+            pool.partition_nowait(8, device=1)
+        await pool.aclose()
+
+    clock.run(main)
+
+
+def test_a_fault_leaves_the_pool_of_another_device(clock: Any) -> None:
+    """With a pool on each device the other one goes on, as long as its driver calls succeed."""
+    driver = simulated.open("h20x2", clock=clock, faults=[Crash("saxpy")])
+
+    async def main() -> None:
+        async with Pool([0], driver=driver) as one, Pool([1], driver=driver) as two:
+            async with two.partition(16) as q:
+                await crash(one, 0)
+                assert (one.is_ready, two.is_ready) == (False, True)
+                with await q.upload(np.ones(8, np.float32)) as y:
+                    await q.launch(ONE, fill, y, 2.0, 1)
+                    assert (await q.download(y))[:2].tolist() == [2.0, 1.0]
+
+    clock.run(main)
+
+
 async def noticed(driver: simulated.SimulatedDriver) -> float:
     """Leaves work to its fault; after how many seconds the pool knew."""
     pool = await opened(driver)
