@@ -23,6 +23,7 @@ from greensched import (
 from greensched.device.current_context import here
 from greensched.driver.interface import Driver
 from helpers.backend import Backend, opened
+from helpers.kept import release_primary
 
 THREADS = 4
 TURNS = 50
@@ -72,8 +73,7 @@ def test_a_device_never_used_is_initialised_by_its_block(backend: Backend) -> No
     """Its primary context is made where the block begins, and released by `close`."""
     with opened(backend) as (device,):
         driver = device.driver
-        before = driver.primary_state(0)[1]
-        assert not before
+        release_primary(driver)
         with device:
             assert driver.primary_state(0)[1]
             assert driver.memory_info()[0] > 0
@@ -267,6 +267,7 @@ def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
 def test_flags_of_the_primary_are_set_before_it_is_active(backend: Backend) -> None:
     """Asked for before its first use they hold; an active one is left as it is, and refused."""
     with opened(backend) as (device,):
+        release_primary(device.driver)
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
         assert device.primary.flags & ContextFlags.SCHED_BLOCKING_SYNC
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
@@ -621,6 +622,7 @@ def test_a_kernel_runs_in_a_context_of_its_own(backend: Backend) -> None:
     """`launch` on its stream works without the primary, which is never made for it."""
     with opened(backend) as (device,):
         driver: Driver = device.driver
+        release_primary(driver)
         with closing(Context.create(device)) as own, closing(own.create_stream()) as stream:
             config = greensched.LaunchConfig(grid=1, block=1)
             greensched.launch(stream, config, greensched.kernels.spin, 1000)

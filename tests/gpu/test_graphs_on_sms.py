@@ -48,7 +48,7 @@ def test_a_graph_between_jobs_on_two_partitions() -> None:
             found, added = [], 0
             for p in several:
                 p.copy(seen, np.zeros(WORDS, np.uint32))
-                track, last = p._open_lease().track, 0
+                track, last = p._open_lease().launch_stream, 0
                 for number in range(LAUNCHES):
                     job = graph.launch(p)
                     if number % 10 == 0:

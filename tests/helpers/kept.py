@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from greensched.driver.interface import Driver
 
 
@@ -14,3 +16,10 @@ def destroy_kept(driver: Driver) -> None:
             for stream in context.streams:
                 driver.destroy_stream(stream)
             driver.destroy_green(context.green)
+
+
+def release_primary(driver: Driver) -> None:
+    """Destroy what retains the primary context of device 0; skip the test if other code does."""
+    destroy_kept(driver)
+    if driver.primary_state(0)[1]:
+        pytest.skip("another library of this process has made the primary context")
