@@ -66,6 +66,8 @@ GAPS, IN_TIME = 0.90, 0.99
 #: Requests per second that are tried; the search starts at one of them.
 RATES = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 33, 36, 40)
 MAX_WAITING = 4096
+#: What small models run on.
+SIMULATED = "simulated:h100x2"
 #: Tokens of a cached sequence while passes are measured.
 CACHED = 700
 
@@ -159,15 +161,19 @@ class Streams:
     """Places by hand: a thread with a stream of torch, and the graphs captured there.
 
     A place keeps its graphs for all arms that use it.
+
+    Args:
+        device: the ordinal of the streams' device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self._device = device
         self._made: dict[str, Place] = {}
 
     def place(self, name: str, make: Callable[[], Any], priority: int = 0) -> Place:
         """Return the place of this name; make it at the first use."""
         if name not in self._made:
-            self._made[name] = on_stream(lambda: use_stream(priority), make)
+            self._made[name] = on_stream(lambda: use_stream(self._device, priority), make)
         return self._made[name]
 
     def green(self, sms: int, make: Callable[[], Any]) -> Place:
@@ -176,17 +182,17 @@ class Streams:
 
         name = f"green {sms}"
         if name not in self._made:
-            context = GreenContext.create(num_sms=sms)
+            context = GreenContext.create(num_sms=sms, device_id=self._device)
             self._made[name] = on_stream(lambda: use(context.Stream()), make)
         return self._made[name]
 
 
-def use_stream(priority: int) -> None:
+def use_stream(device: int, priority: int) -> None:
     """Make a new stream this thread's; nothing without a GPU."""
     import torch
 
     if torch.cuda.is_available():
-        use(torch.cuda.Stream(priority=priority))
+        use(torch.cuda.Stream(device, priority=priority))
 
 
 def use(stream: Any) -> None:
@@ -227,17 +233,18 @@ Serve = Callable[[Engine], Awaitable[None]]
 
 
 class Bench:
-    """A model, and the arms that serve it.
+    """A model on a device, and the arms that serve it.
 
     Args:
         model: the model.
         driver: of the pools.
         sms: of the device.
+        device: its ordinal.
     """
 
-    def __init__(self, model: Any, driver: str, sms: int) -> None:
-        self.model, self.driver, self.sms = model, driver, sms
-        self._streams = Streams()
+    def __init__(self, model: Any, driver: str, sms: int, device: int = 0) -> None:
+        self.model, self.driver, self.sms, self.device = model, driver, sms, device
+        self._streams = Streams(device)
 
     @asynccontextmanager
     async def plain(self) -> AsyncIterator[Serve]:
@@ -303,7 +310,7 @@ class Bench:
         swept for each target.
         """
         async with (
-            Pool([0], driver=self.driver) as pool,
+            Pool([self.device], driver=self.driver) as pool,
             pool.partitions(sms, REST) as (decode, prefill),
         ):
             places = []
@@ -343,7 +350,7 @@ class Bench:
     async def _pool(self, sms: int) -> AsyncIterator[Pool]:
         """Open a pool whose graphs are captured; raise if others were captured in traffic."""
         services = sized_classes(sms, self.sms)
-        async with Pool([0], driver=self.driver, services=services) as pool:
+        async with Pool([self.device], driver=self.driver, services=services) as pool:
             await prepare(pool, self.model)
             yield pool
             if made := pool.statistics().values_made:
@@ -358,36 +365,39 @@ class Bench:
 # -- a run ----------------------------------------------------------------------------------------
 
 
-async def run(model: Any, serve: Serve, arrivals: list[Arrival]) -> dict[str, Any]:
+async def run(model: Any, serves: list[Serve], arrivals: list[Arrival]) -> dict[str, Any]:
     """Serve requests and return what their clients would have measured.
 
-    Requests that are late are given up after the last one came: they are not in time.
+    Each way to serve has an engine; a request goes to the one with the fewest sequences. Requests
+    that are late are given up after the last one came: they are not in time.
     """
-    engine = Engine(model.shape, MAX_WAITING)
+    engines = [Engine(model.shape, MAX_WAITING) for _ in serves]
     rng = random.Random(0)
     prompts = [[rng.randrange(500) for _ in range(arrival.prompt)] for arrival in arrivals]
     gc.collect()
     gc.freeze()  # else a collection of all of torch's objects would delay some tokens by 20 ms
-    serving = asyncio.ensure_future(serve(engine))
+    serving = [
+        asyncio.ensure_future(serve(engine)) for serve, engine in zip(serves, engines, strict=True)
+    ]
     sequences: list[Timed] = []
     began, late = time.perf_counter(), 0.0
     for arrival, prompt in zip(arrivals, prompts, strict=True):
         await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
         late = max(late, time.perf_counter() - began - arrival.at)
         sequences.append(Timed(prompt, arrival.tokens))
-        engine.submit(sequences[-1])
-    idle = asyncio.ensure_future(engine.wait(lambda: engine.is_idle))
-    either = functools.partial(asyncio.wait, (serving, idle), return_when=asyncio.FIRST_COMPLETED)
+        min(engines, key=load_of).submit(sequences[-1])
+    idle = asyncio.gather(*(engine.wait(lambda e=engine: e.is_idle) for engine in engines))
+    either = functools.partial(asyncio.wait, (*serving, idle), return_when=asyncio.FIRST_COMPLETED)
     await either(timeout=FIRST + 2)
     seconds = time.perf_counter() - began
     for sequence in sequences:
         sequence.cancel()
     await either()
-    serving.cancel()
-    idle.cancel()
-    (ended,) = await asyncio.gather(serving, return_exceptions=True)
-    if not isinstance(ended, asyncio.CancelledError):
-        raise RuntimeError("the loop of the engine ended") from ended
+    for task in (*serving, idle):
+        task.cancel()
+    for ended in await asyncio.gather(*serving, return_exceptions=True):
+        if not isinstance(ended, asyncio.CancelledError):
+            raise RuntimeError("the loop of the engine ended") from ended
     done = [s for s in sequences if s.is_complete]
     gaps = [gap for s in done for gap in s.gaps]
     return {
@@ -399,6 +409,11 @@ async def run(model: Any, serve: Serve, arrivals: list[Arrival]) -> dict[str, An
         "tokens/s": sum(len(s.times) for s in sequences) / seconds,
         "late_ms": 1e3 * late,
     }
+
+
+def load_of(engine: Engine) -> int:
+    """Return how many sequences an engine has."""
+    return len(engine.waiting) + len(engine.reading) + len(engine.growing)
 
 
 def is_kept(found: dict[str, Any], target: int) -> bool:
@@ -459,7 +474,7 @@ async def passes(bench: Bench, sms: int, sequences: int = 16) -> dict[str, Any]:
     length = model.shape.prefill_sizes[-2]
     prompt = Batch(pieces=[Piece(sequences, [1] * length, 0, is_last=True)])
     async with AsyncExitStack() as entered:
-        pool = await entered.enter_async_context(Pool([0], driver=bench.driver))
+        pool = await entered.enter_async_context(Pool([bench.device], driver=bench.driver))
         if sms < bench.sms:
             sizes = pool.partitions(sms, REST)
             decode, prefill = await entered.enter_async_context(sizes)
@@ -506,7 +521,7 @@ async def overhead(bench: Bench, sequences: int = 16, tokens: int = 150) -> dict
     for name in ("plain", "leased:48", "sized:48"):
         async with bench.arm(name) as serve:
             arrivals = [Arrival(0.0, 64, tokens) for _ in range(sequences)]
-            kept = await run(bench.model, serve, arrivals)
+            kept = await run(bench.model, [serve], arrivals)
             found[name] = kept["between"][0]
     return found
 
@@ -545,7 +560,7 @@ Arrivals = Callable[[float, int], list[Arrival]]
 async def search(
     what: Search,
     measure: Callable[[float], Awaitable[dict[str, Any]]],
-    rates: Iterable[float] = RATES,
+    rates: Iterable[float],
 ) -> float:
     """Return the highest rate that is kept, from the start upwards or downwards; 0: none is."""
     grid = sorted(rates)
@@ -566,35 +581,43 @@ class OutOfTime(Exception):
 
 
 async def knees(
-    bench: Bench,
+    benches: list[Bench],
     searches: list[Search],
     arrivals: Arrivals,
     seeds: int,
     report: Report,
     cost: float,
 ) -> None:
-    """Search all knees, as far as the time suffices; report each run."""
+    """Search all knees, as far as the time suffices; report each run.
+
+    With a bench on each of several devices the requests are shared out, and the rates are of all.
+    """
+    rates = [rate * len(benches) for rate in RATES]
     runs: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for what in searches:
         try:
-            async with bench.arm(what.arm) as serve:
+            async with AsyncExitStack() as entered:
+                serves = [await entered.enter_async_context(b.arm(what.arm)) for b in benches]
 
-                async def measure(rate: float, what: Search = what, serve: Serve = serve) -> Any:
+                async def measure(
+                    rate: float, what: Search = what, serves: list[Serve] = serves
+                ) -> Any:
                     for kept in runs:
                         if (kept["arm"], kept["rate"]) == (what.arm, rate):
                             return kept
                     if report.left < cost * seeds:
                         raise OutOfTime
                     parts = [
-                        await run(bench.model, serve, arrivals(rate, seed)) for seed in range(seeds)
+                        await run(benches[0].model, serves, arrivals(rate, seed))
+                        for seed in range(seeds)
                     ]
                     runs.append({"arm": what.arm, "rate": rate, **merged(parts)})
                     report.put("runs", runs)
                     print(line(runs[-1]), flush=True)
                     return runs[-1]
 
-                knee = await search(what, measure)
+                knee = await search(what, measure, rates)
             found.append({"arm": what.arm, "target": what.target, "knee": knee})
             report.put("knees", found)
             print(f"{what.arm}, {what.target} ms: knee {knee:g}/s; {clocks()}", flush=True)
@@ -673,12 +696,12 @@ async def check(bench: Bench, report: Report) -> None:
         report.fail("overhead")
 
 
-def load(options: argparse.Namespace) -> Bench:
-    """Return the benchmark's model with its driver."""
+def load(options: argparse.Namespace) -> list[Bench]:
+    """Return the benchmark's model with its driver, once on each device."""
     if options.small:
         import small
 
-        return Bench(small.Small(), "simulated:h100", 132)
+        return [Bench(small.Small(), SIMULATED, 132, device) for device in range(options.devices)]
     import torch
     from model import load as load_model
 
@@ -688,9 +711,16 @@ def load(options: argparse.Namespace) -> Bench:
             "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp": 64,
             "vocabulary": 512, "slots": 16, "decode_sizes": (4, 16),
         }  # fmt: skip
-        return Bench(load_model(device="cpu", **sizes), "simulated:h100", 132)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return Bench(load_model(options.model), "cuda", sms)
+        return [Bench(load_model(device="cpu", **sizes), SIMULATED, 132)]
+    return [
+        Bench(
+            load_model(options.model, device=f"cuda:{device}"),
+            "cuda",
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            device,
+        )
+        for device in range(options.devices)
+    ]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -707,6 +737,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--trace", type=Path, help="a file of Azure's trace; default: at random")
     made.add_argument("--model", help="as of the inference server")
+    made.add_argument(
+        "--devices", type=int, default=1, metavar="N",
+        help="serve a model on each of the first N devices, in one process; rates are of all",
+    )  # fmt: skip
     made.add_argument("--check", action="store_true", help="measure passes first")
     made.add_argument("--small", action="store_true", help="a small model in numpy, simulated")
     made.add_argument("--tiny", action="store_true", help="a small model in torch, on the CPU")
@@ -720,7 +754,7 @@ def main() -> int:
     options = parser().parse_args()
     report = Report(options.json, options.seconds)
     began = time.perf_counter()
-    bench = load(options)
+    benches = load(options)
     report.put("machine", smi("name,driver_version,power.limit,clocks.max.sm"))
     print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
     scale = 0.1 if options.small else 1.0
@@ -732,9 +766,9 @@ def main() -> int:
 
     async def everything() -> None:
         if options.check:
-            await check(bench, report)
+            await check(benches[0], report)
         cost = options.run + FIRST + 3
-        await knees(bench, options.search, arrivals, options.seeds, report, cost)
+        await knees(benches, options.search, arrivals, options.seeds, report, cost)
 
     asyncio.run(everything())
     if options.plot is not None and "runs" in report.found:

@@ -89,8 +89,9 @@ def clocks() -> str:
 
 
 def smi(fields: str) -> str:
-    """Return fields of the first GPU by nvidia-smi; empty without it."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    """Return fields of this process's first GPU by nvidia-smi; empty without it."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={first}"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

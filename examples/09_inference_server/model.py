@@ -512,12 +512,12 @@ def library_of(name: str) -> str:
 
 def load(name: str | None = None, *, device: str = "cuda", **sizes: Any) -> Model:
     """Return a model of Llama-3-8B's shape, or of Hugging Face. On a GPU this takes seconds."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
     if name is None:
         decoder: Decoder = Llama(Shape(**sizes), device, dtype)
     else:
         decoder = HuggingFace(name, device, dtype, **sizes)
     model = Model(decoder, device, dtype)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.cuda.synchronize(device)
     return model

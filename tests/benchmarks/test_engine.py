@@ -71,7 +71,7 @@ def test_the_search_finds_the_knee(start: float, kept: float, knee: float, most:
         return {"requests": 100, "in time at 20": 99 if rate <= kept else 98}
 
     what = engine.Search("split:24", 20, start)
-    assert asyncio.run(engine.search(what, measure)) == knee
+    assert asyncio.run(engine.search(what, measure, engine.RATES)) == knee
     assert len(tried) == len(set(tried)) <= most
 
 
@@ -95,8 +95,26 @@ def test_an_arm_serves_all_requests(arm: str) -> None:
         arrivals = [engine.Arrival(0.01 * number, 10, 3) for number in range(15)]
         for _ in range(2):
             async with bench.arm(arm) as serve:
-                found = await engine.run(bench.model, serve, arrivals)
+                found = await engine.run(bench.model, [serve], arrivals)
             assert found["requests"] == found["complete"] == 15
+
+    asyncio.run(main())
+
+
+def test_two_devices_share_the_requests() -> None:
+    """With a model on each device every request goes to the engine with the fewest sequences."""
+
+    async def main() -> None:
+        models = Watched(), Watched()
+        benches = [engine.Bench(m, engine.SIMULATED, 132, n) for n, m in enumerate(models)]
+        arrivals = [engine.Arrival(0.0, 10, 20) for _ in range(8)]
+        async with benches[0].arm("split:24") as one, benches[1].arm("split:24") as other:
+            found = await engine.run(models[0], [one, other], arrivals)
+        assert found["complete"] == 8
+        assert [len([kind for kind, _ in model.ran if kind == "prompt"]) for model in models] == [
+            4,
+            4,
+        ]
 
     asyncio.run(main())
 
@@ -130,7 +148,7 @@ def test_sizes_follow_the_load() -> None:
         bench = engine.Bench(model, "simulated:h100", 132)
         arrivals = [engine.Arrival(0.0, 10, 40), *(engine.Arrival(0.2, 200, 2) for _ in range(3))]
         async with bench.arm("sized:24") as serve:
-            found = await engine.run(model, serve, arrivals)
+            found = await engine.run(model, [serve], arrivals)
         assert found["complete"] == 4
         return model
 
@@ -164,7 +182,7 @@ def test_an_order_on_one_stream_serves_all_requests(
         return model.compute(batch)
 
     arrivals = [engine.Arrival(0.0, 10 + number, 4) for number in range(15)]
-    found = asyncio.run(engine.run(model, order(engine.held(compute)), arrivals))
+    found = asyncio.run(engine.run(model, [order(engine.held(compute))], arrivals))
     assert found["requests"] == found["complete"] == 15
 
 
@@ -181,7 +199,7 @@ def test_a_budget_that_sequences_exceed_reads_no_prompt() -> None:
     arrivals = [engine.Arrival(0.0, 6, 30) for _ in range(15)]
     place = engine.held(compute)
     found = asyncio.run(
-        engine.run(model, lambda serving: engine.fused(serving, place, 8), arrivals)
+        engine.run(model, [lambda serving: engine.fused(serving, place, 8)], arrivals)
     )
     assert found["complete"] == 15
     assert max(growing for growing, _ in rows) > 4  # the step is that of 12 sequences
@@ -200,7 +218,7 @@ def test_a_loop_that_fails_is_told() -> None:
         arrivals = [engine.Arrival(0.0, 10, 3)]
         with pytest.raises(RuntimeError, match="ended") as error:
             await engine.run(
-                small_model(), lambda serving: engine.fused(serving, place, 16), arrivals
+                small_model(), [lambda serving: engine.fused(serving, place, 16)], arrivals
             )
         assert isinstance(error.value.__cause__, ZeroDivisionError)
 
