@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "FleetTimeout": (0.5,),
     "DeadlineImpossible": (2.0, 1.0),
     "NotSupported": ("what", "needs", "has"),
+    "SocketUnavailable": ("pool.sock", "why"),
     "MissingPackage": ("what", "package", "extra"),
     "CUDAError": (1, "INVALID_VALUE", "call", "detail"),
     "OutOfMemory": ("call", 3, 2, 1),

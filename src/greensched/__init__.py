@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from greensched.leasing.preview import SplitPreview as SplitPreview
     from greensched.leasing.sync import SyncPartition as SyncPartition
     from greensched.leasing.sync import SyncPool as SyncPool
+    from greensched.observability.snapshot import Snapshot as Snapshot
     from greensched.pool import Pool as Pool
     from greensched.records import Cancelled as Cancelled
     from greensched.records import Done as Done
@@ -120,6 +121,7 @@ _EXPORTS = {
     "SMResourceOptions": "device.splitting",
     "ServiceClass": "scheduling.services",
     "ServiceStatistics": "scheduling.statistics",
+    "Snapshot": "observability.snapshot",
     "SplitPreview": "leasing.preview",
     "Stream": "device.streams",
     "Submitted": "records",

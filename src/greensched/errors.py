@@ -4,7 +4,8 @@
 * Used after its end: `Closed`.
 * Not possible now: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`,
   `DeadlineImpossible`.
-* Not possible on this machine: `DriverUnavailable`, `NotSupported`, `MissingPackage`.
+* Not possible on this machine: `DriverUnavailable`, `NotSupported`, `SocketUnavailable`,
+  `MissingPackage`.
 * A driver call failed: `CUDAError`. It fails one job, unless it is a `DeviceFault`.
 * The process must be replaced: `DeviceLost`.
 """
@@ -421,6 +422,20 @@ class NotSupported(GreenschedError, RuntimeError):
         self.needs = needs
         self.has = has
         super().__init__(f"{what} needs {needs}; this is {has}")
+
+
+class SocketUnavailable(GreenschedError, OSError):
+    """A pool cannot listen at a Unix socket, or none answers there.
+
+    Attributes:
+        path: of the socket.
+        problem: what is in the way.
+    """
+
+    def __init__(self, path: str | Path, problem: str) -> None:
+        self.path = str(path)
+        self.problem = problem
+        super().__init__(f"{path}: {problem}")
 
 
 class MissingPackage(GreenschedError, ImportError):

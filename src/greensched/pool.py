@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +29,8 @@ from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepa
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
+from greensched.observability.snapshot import Snapshot, take_snapshot
+from greensched.observability.snapshot_server import SnapshotServer, checked_socket
 from greensched.records import Record
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy, policy_named
@@ -76,6 +79,10 @@ class Pool:
             then also allocates whatever else a lease may need: the chunks in which large copies
             are staged (8 MiB of pinned memory for each lease that can exist at once).
         reserve_bytes: device memory that the buffers of each device never have to wait for.
+        socket: where `greensched top` reads the pool: a Unix socket for this user alone, from the
+            opening to the closing, on a thread of its own. True: in the user's folder for such
+            files, where it is found; or a path of at most 107 bytes. Leases are then timed, as by
+            `time_leases`. False: nowhere. Linux only.
 
     After `prepare`, and within `reserve_bytes`, no lease of a partition made at `open` makes the
     driver allocate anything, except by `empty_pinned`, copies between devices, and callables given
@@ -95,6 +102,7 @@ class Pool:
         workqueues: Literal["balanced"] | None = None,
         prepare: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
+        socket: bool | str | os.PathLike[str] = False,
     ) -> None:
         classes = validate_services(services)
         one_of("placement", placement, get_args(Placement))
@@ -117,6 +125,10 @@ class Pool:
                 reserve_bytes=reserve_bytes,
             )
         )
+        if socket is not False:
+            take = partial(take_snapshot, self._lifecycle)
+            self._lifecycle.server = SnapshotServer(checked_socket(socket), take)
+            self._lifecycle.is_timed = True
 
     @property
     def _manager(self) -> LeaseManager:
@@ -139,6 +151,7 @@ class Pool:
             CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.
             OutOfMemory: there is less than `reserve_bytes`.
             CUDAError: the driver refused something; nothing is left open.
+            SocketUnavailable: `socket` cannot be listened at; nothing is left open.
             RuntimeError: no thread can be started; nothing is left open.
         """
         await self._lifecycle.open()
@@ -435,6 +448,14 @@ class Pool:
             PoolClosed: the pool is not open.
         """
         return self._manager.held()
+
+    def snapshot(self) -> Snapshot:
+        """Return what each SM does, what waits and why, at one moment. From any thread.
+
+        It waits for the pool's lock alone. A pool that is not open has its state, and no devices.
+        Waits and uses are those since `time_leases` was called, or the pool opened its `socket`.
+        """
+        return take_snapshot(self._lifecycle)
 
     # -- watching --------------------------------------------------------------------------------
 

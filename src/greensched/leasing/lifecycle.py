@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from greensched import driver as drivers
 from greensched._cleanup import first_error
@@ -56,6 +57,16 @@ class PoolOptions:
     max_extra: int = MAX_EXTRA
 
 
+class PoolServer(Protocol):
+    """What answers questions about a pool while it is open; none of its methods waits for long."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def forked(self) -> None: ...
+
+
 class PoolLifecycle:
     """Opens one pool, and closes it once.
 
@@ -68,6 +79,8 @@ class PoolLifecycle:
         self.lock = threading.RLock()
         self.cache = LeaseCache(self.lock)
         self.recorder = Recorder()
+        #: Started before the devices are opened, and closed after them.
+        self.server: PoolServer | None = None
         #: Leases are timed once the pool is open.
         self.is_timed = False
         #: Why the last opening failed.
@@ -148,6 +161,8 @@ class PoolLifecycle:
         device_pools: list[DevicePool] = []
         claimed: list[int] = []
         try:
+            if self.server is not None:
+                self.server.start()
             driver.initialise()
             driver.exchange_capture_mode(CaptureMode.RELAXED)
             every = range(driver.device_count())
@@ -183,6 +198,8 @@ class PoolLifecycle:
             for device_pool in device_pools:
                 device_pool.abandon()
             process.release_devices(driver, claimed)
+            if self.server is not None:
+                self.server.close()
             with self.lock:  # the next open() starts anew
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
@@ -304,6 +321,8 @@ class PoolLifecycle:
         finally:
             ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
             process.release_devices(manager.driver, ordinals)
+            if self.server is not None:
+                self.server.close()
         logger.info("the pool is closed")
         if abandoned:
             logger.warning("the pool was closed over leases or work: %s", ", ".join(abandoned))
@@ -313,5 +332,7 @@ class PoolLifecycle:
         """In a forked child: use new locks, and refuse everything. See `process`."""
         self.lock = threading.RLock()  # a thread that the child does not have may hold the old one
         self.recorder.forked()
+        if self.server is not None:
+            self.server.forked()
         if self._manager is not None:
             self._manager.forked(self.lock)

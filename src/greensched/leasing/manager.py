@@ -511,15 +511,12 @@ class LeaseManager:
     def statistics(self) -> PoolStatistics:
         """Return what the pool has and did, at one moment.
 
-        What a closed loop held is taken over first: by this thread's loop, or else soon by another.
-        Inside a decision, statistics are those of the moment, and nothing is changed.
+        What closed loops held is taken over first. Inside a decision, statistics are those of the
+        moment, and nothing is changed.
         """
         in_decision = self.in_decision
-        if self.works and self.pollers.has_closed and not in_decision:
-            try:
-                self._take_over_closed_loops(self.current_poller())
-            except NoLoop:
-                self.pollers.call_one(self._take_over_closed_loops)
+        if not in_decision:
+            self.take_over_closed_loops()
         with self.lock:
             now = self._time()
             if not in_decision:
@@ -667,6 +664,14 @@ class LeaseManager:
         if now >= self._look_due:
             self._look_due = now + TICK_S
             self._take_over_closed_loops(poller)
+
+    def take_over_closed_loops(self) -> None:
+        """Take over what closed loops left: by this thread's loop, or else soon by another."""
+        if self.works and self.pollers.has_closed:
+            try:
+                self._take_over_closed_loops(self.current_poller())
+            except NoLoop:
+                self.pollers.call_one(self._take_over_closed_loops)
 
     def _take_over_closed_loops(self, poller: CompletionPoller) -> None:
         """Cancel the requests of closed loops, and end their leases, with this loop's poller."""

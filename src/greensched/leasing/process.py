@@ -73,11 +73,7 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     Where no file can be locked, it logs that and goes on.
     """
     try:
-        folder = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-            raise OSError(f"{folder} is no folder of this user's own")
+        folder = own_folder(Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}"))
         file = os.open(folder / f"{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         logger.warning("other processes' pools on GPU %s are not looked for: %s", uuid, error)
@@ -92,6 +88,19 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     os.truncate(file, 0)
     os.write(file, str(os.getpid()).encode())
     _files[key] = file
+
+
+def own_folder(folder: Path) -> Path:
+    """Return a folder, made with mode 0700 if it is not there.
+
+    Raises:
+        OSError: it cannot be made, or it is another user's, or no folder.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{folder} is no folder of this user's own")
+    return folder
 
 
 def end_claims(driver: Driver, ordinals: Sequence[int]) -> None:

@@ -1,0 +1,353 @@
+"""Snapshots: what a pool has, does and waits for, at one moment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from greensched.leasing.device_pool import DevicePool
+from greensched.leasing.lifecycle import PoolLifecycle
+from greensched.leasing.manager import LeaseManager
+from greensched.leasing.pool_state import PoolState
+from greensched.leasing.pool_statistics import LeaseInfo
+from greensched.observability.waiting import WaitingRequest, describe
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.histogram import Durations
+from greensched.scheduling.policy import Fair, Policy
+from greensched.scheduling.requests import Request, by_rank
+from greensched.scheduling.scheduler import Scheduler
+from greensched.scheduling.services import NO_CAP
+from greensched.scheduling.statistics import ServiceStatistics
+
+CellState = Literal["free", "leased", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a device.
+
+    Attributes:
+        sms: how many SMs it has.
+        state: `draining`: its lease has ended, and the work of it has not.
+        services: the classes of the leases that have it: one, or several where leases are shared.
+        leases: the indices of these in `DeviceSnapshot.leases`; none of a grant so new that its
+            task has not gone on.
+        owner: the class whose reserve it is of: kept for that if it is free, else lent by it; "":
+            none.
+    """
+
+    sms: int
+    state: CellState
+    services: tuple[str, ...] = ()
+    leases: tuple[int, ...] = ()
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSnapshot:
+    """One device of a pool.
+
+    Attributes:
+        device: the ordinal.
+        failure: the fault after which it cannot be used; "": none.
+        cells: from the first to the last; what the split left over is the last one.
+        leases: those that hold its SMs, the oldest first.
+    """
+
+    device: int
+    name: str
+    uuid: str
+    sms: int
+    failure: str
+    cells: tuple[Cell, ...]
+    leases: tuple[LeaseInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSnapshot:
+    """One service class; times in seconds.
+
+    Attributes:
+        name: "": of requests that name no class.
+        sms: SMs that it holds, draining ones included.
+        sms_draining: those of leases that have ended, and their work has not.
+        sms_lent, sms_borrowed: SMs of its reserve that others have, and that it has of others.
+        cap: the most SMs that it may hold; None: all.
+        share: the part of the SM-time that is due to it: by weight under `policy="fair"`, else its
+            reserve.
+        sm_time: the part of the SM-time of all classes that it had; None: not known yet.
+        sm_seconds: what its leases took since the start; None: not counted.
+        wait_p50, wait_p99, use_p50, use_p99, drain_p99: bounds below which so many waits for a
+            grant, leases, and drains of ended leases were; None: of none, or leases are not timed.
+        first: its first queued request; None: none is queued.
+    """
+
+    name: str
+    reserve: int
+    cap: int | None
+    weight: float
+    priority: float
+    is_shared: bool
+    sms: int
+    sms_draining: int
+    sms_lent: int
+    sms_borrowed: int
+    waiting: int
+    granted: int
+    cancelled: int
+    expired: int
+    refused: int
+    share: float
+    sm_time: float | None
+    sm_seconds: float | None
+    wait_p50: float | None
+    wait_p99: float | None
+    use_p50: float | None
+    use_p99: float | None
+    drain_p99: float | None
+    first: WaitingRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A rare event: when, in seconds of the pool's clock, and what happened."""
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A pool at one moment: see `Pool.snapshot`. Times are in seconds of the pool's clock.
+
+    Attributes:
+        pid: the process.
+        time: when it was taken.
+        state: of the pool: `open`, `poisoned` and others, as `PoolState`.
+        driver: its name.
+        policy: which request is next, such as `fifo`.
+        waiting, max_waiting: requests in the queue, and the most there can be.
+        requested, granted, cancelled, expired, refused: requests since the start.
+        wake_p99: the bound below which 99 % of the times were from a grant to the turn of its task,
+            which a slow event loop makes long; None: of none, or leases are not timed.
+        degraded: what the pool does without because a driver refused it: a sentence each.
+        devices, services: none while the pool is not open.
+        events: the last rare events, the oldest first.
+    """
+
+    pid: int
+    time: float
+    state: str
+    driver: str
+    policy: str
+    waiting: int
+    max_waiting: int
+    requested: int
+    granted: int
+    cancelled: int
+    expired: int
+    refused: int
+    wake_p99: float | None
+    degraded: tuple[str, ...]
+    devices: tuple[DeviceSnapshot, ...]
+    services: tuple[ServiceSnapshot, ...]
+    events: tuple[Event, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as values that `json.dumps` takes."""
+        return asdict(self)
+
+
+def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
+    """Return what a pool has, does and waits for now. From any thread; it waits for the lock alone.
+
+    Raises:
+        InvalidRequest: in a policy or a curve, whose decision is not complete.
+    """
+    lifecycle.refuse_in_decision()
+    manager = lifecycle.granting
+    if manager is None or lifecycle.state is PoolState.FORKED:
+        return Snapshot(
+            os.getpid(), 0.0, lifecycle.state.value, "", "", 0, 0, 0, 0, 0, 0, 0, None, (), (), (),
+            (),
+        )  # fmt: skip
+    manager.take_over_closed_loops()
+    with manager.lock:
+        return _of_manager(manager)
+
+
+def _of_manager(manager: LeaseManager) -> Snapshot:
+    held = manager.held()  # reclaims what is cached
+    now = manager.driver.time()
+    scheduler, statistics = manager.scheduler, manager.statistics()
+    policy = scheduler.queue.policy.policy
+    return Snapshot(
+        pid=os.getpid(),
+        time=now,
+        state=statistics.state.value,
+        driver=manager.driver.name,
+        policy=type(policy).__name__.lower(),
+        waiting=statistics.waiting,
+        max_waiting=scheduler.max_waiting,
+        requested=statistics.requested,
+        granted=statistics.granted,
+        cancelled=statistics.cancelled,
+        expired=statistics.expired,
+        refused=statistics.refused,
+        wake_p99=_quantile(statistics.wake, 0.99),
+        degraded=statistics.degraded,
+        devices=tuple(
+            _device(device_pool, scheduler, index, held)
+            for index, device_pool in enumerate(manager.device_pools)
+        ),
+        services=_services(manager, statistics.services, now, policy),
+        events=tuple(Event(*event) for event in manager.records.recent.copy()),
+    )
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+
+def _device(
+    device_pool: DevicePool, scheduler: Scheduler, index: int, held: Iterable[LeaseInfo]
+) -> DeviceSnapshot:
+    device = device_pool.device
+    failure = device.health.failure
+    leases = tuple(info for info in held if info.device == device.ordinal)
+    return DeviceSnapshot(
+        device.ordinal,
+        device.name,
+        device.uuid,
+        device_pool.cells.total,
+        "" if failure is None else str(failure),
+        _cells(scheduler, index, leases),
+        leases,
+    )
+
+
+def _cells(scheduler: Scheduler, index: int, leases: tuple[LeaseInfo, ...]) -> tuple[Cell, ...]:
+    allocator, grants = scheduler.allocator, tuple(scheduler.allocator.grants[index])
+    cells, owners = allocator.devices[index], _owners(scheduler, index)
+    found = []
+    for number in range(cells.full_mask.bit_length()):
+        cell = 1 << number
+        holders = [grant for grant in grants if grant.mask & cell]
+        state: CellState = "leased" if holders else "free"
+        if holders and all(grant.draining for grant in holders):
+            state = "draining"
+        found.append(
+            Cell(
+                cells.sm_count(cell),
+                state,
+                tuple(dict.fromkeys(grant.class_state.name for grant in holders)),
+                tuple(i for i, lease in enumerate(leases) if lease.cells & cell),
+                owners.get(cell, ""),
+            )
+        )
+    return tuple(found)
+
+
+def _owners(scheduler: Scheduler, index: int) -> dict[int, str]:
+    """Return the owner of each cell that is lent, or free and kept for its class.
+
+    Reserves are numbers of cells. The cells named here are those of the owner's block as far as
+    these are held or free, and then others.
+    """
+    allocator, owners = scheduler.allocator, dict[int, str]()
+    reservations = allocator.reservations[index]
+
+    def mark(owner: ClassState, among: int, count: int) -> None:
+        block = reservations.blocks.get(owner, 0)
+        for part in (among & block, among & ~block):
+            for number in range(part.bit_length()):
+                if count and part >> number & 1 and 1 << number not in owners:
+                    owners[1 << number] = owner.name
+                    count -= 1
+
+    for grant in reservations.borrowers:
+        for owner, count in grant.loans.items():
+            mark(owner, grant.mask & allocator.devices[index].cell_mask, count)
+    free = allocator.free_masks[index] & allocator.devices[index].cell_mask
+    for owner in reservations.owners:
+        mark(owner, free, owner.reserved_free)
+    return owners
+
+
+# -- classes -----------------------------------------------------------------------------------
+
+
+def _services(
+    manager: LeaseManager, counted: Mapping[str, ServiceStatistics], now: float, policy: Policy
+) -> tuple[ServiceSnapshot, ...]:
+    scheduler = manager.scheduler
+    states = scheduler.allocator.classes
+    grants = [grant for of_device in scheduler.allocator.grants for grant in of_device]
+    sm_seconds = {name: one.sm_seconds for name, one in counted.items()}
+    all_seconds, firsts = sum(sm_seconds.values()), _firsts(scheduler)
+    used = [one for name, one in states.items() if name or one.waiting or sm_seconds.get(name)]
+    weights, is_fair = sum(one.weight for one in used), isinstance(policy, Fair)
+    ordinals = [each.device.ordinal for each in manager.device_pools]
+    found = []
+    for name, state in states.items():
+        one = counted.get(name)
+        wait, use, drain = (one.wait, one.use, one.drain) if one else (None, None, None)
+        reserve = state.reserve_cells * scheduler.allocator.devices[state.home].size
+        due = state.weight / weights if is_fair and state in used else 0.0
+        first = firsts.get(state)
+        found.append(
+            ServiceSnapshot(
+                name=name,
+                reserve=reserve,
+                cap=None if state.cap >= NO_CAP else state.cap,
+                weight=state.weight,
+                priority=state.priority,
+                is_shared=state.shared and not scheduler.allocator.split_controller.is_split,
+                sms=state.sms,
+                sms_draining=sum(x.sms for x in grants if x.class_state is state and x.draining),
+                sms_lent=state.lent * scheduler.allocator.devices[state.home].size,
+                sms_borrowed=_borrowed(scheduler, state),
+                waiting=state.waiting,
+                granted=scheduler.granted if one is None else one.granted,
+                cancelled=state.cancelled,
+                expired=state.expired,
+                refused=state.refused,
+                share=due if is_fair else reserve / scheduler.allocator.total,
+                sm_time=sm_seconds[name] / all_seconds if one and all_seconds else None,
+                sm_seconds=None if one is None else one.sm_seconds,
+                wait_p50=_quantile(wait, 0.5),
+                wait_p99=_quantile(wait, 0.99),
+                use_p50=_quantile(use, 0.5),
+                use_p99=_quantile(use, 0.99),
+                drain_p99=_quantile(drain, 0.99),
+                first=None if first is None else describe(scheduler, ordinals, first, now),
+            )
+        )
+    return tuple(found)
+
+
+def _borrowed(scheduler: Scheduler, state: ClassState) -> int:
+    """Return the SMs of other reserves that a class has."""
+    allocator = scheduler.allocator
+    return sum(
+        sum(grant.loans.values()) * allocator.devices[grant.device].size
+        for reservations in allocator.reservations
+        for grant in reservations.borrowers
+        if grant.class_state is state
+    )
+
+
+def _firsts(scheduler: Scheduler) -> dict[ClassState, Request]:
+    """Return the first queued request of each class: the one for which a device is kept, if any."""
+    queue, firsts = scheduler.queue, dict[ClassState, Request]()
+    for request in sorted(queue.firsts(), key=by_rank):
+        firsts.setdefault(request.class_state, request)
+    if queue.reservation is not None:
+        first = queue.reservation.request
+        firsts[first.class_state] = first
+    return firsts
+
+
+def _quantile(found: Durations | None, fraction: float) -> float | None:
+    return None if found is None else found.quantile(fraction)

@@ -1,0 +1,88 @@
+"""The client of a pool's socket: finds the sockets of running pools, and reads a snapshot.
+
+One connection is one question: a line of JSON with the version of the protocol, answered by a line
+of JSON with the snapshot, or with an error. It needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from greensched.errors import SocketUnavailable
+
+#: Of the protocol, and of what a snapshot holds: larger where a field changes its meaning or goes.
+VERSION: Final = 1
+#: Bytes of a path that a Unix socket takes. Source: `sun_path` of unix(7), less its end.
+MOST_BYTES: Final = 107
+#: Seconds that a client waits for an answer. A snapshot takes far less than a millisecond, but
+#: waits for the pool's lock.
+ANSWER_S: Final = 5.0
+SUFFIX: Final = ".sock"
+
+
+def folders() -> list[Path]:
+    """Return where this user's pools have their sockets: the first that exists is theirs.
+
+    A service may run without the variable that a login shell has.
+    """
+    own = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}")
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return [Path(given, "greensched"), own] if given else [own]
+
+
+def find_sockets(pid: int | None = None) -> list[Path]:
+    """Return the sockets at which pools listen now: of every process, or of one."""
+    found = []
+    for folder in folders():
+        with suppress(OSError):
+            found += sorted(folder.glob(f"{'*' if pid is None else pid}-*{SUFFIX}"))
+    return [path for path in found if is_served(path)]
+
+
+def is_served(path: Path) -> bool:
+    """Return whether something listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(os.fspath(path))
+        return True
+    return False
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """Return the snapshot of the pool at a socket: `Snapshot.as_dict`. Blocks, for 5 s at most.
+
+    Raises:
+        SocketUnavailable: nothing listens there, this user may not ask, there is no answer, or the
+            pool speaks another version.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_S)
+            connection.connect(os.fspath(path))
+            connection.sendall(json.dumps({"version": VERSION}).encode() + b"\n")
+            with connection.makefile("rb") as answers:
+                line = answers.readline()
+    except TimeoutError:
+        raise SocketUnavailable(path, f"no answer within {ANSWER_S:g} s") from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise SocketUnavailable(path, "no pool listens there") from None
+    except OSError as error:
+        raise SocketUnavailable(path, error.strerror or str(error)) from error
+    if not line.endswith(b"\n"):
+        raise SocketUnavailable(path, "the connection was closed without an answer")
+    try:
+        answer = json.loads(line)
+        version = answer["version"]
+    except (ValueError, KeyError, TypeError):
+        raise SocketUnavailable(path, "what listens there is no pool") from None
+    if version != VERSION:
+        raise SocketUnavailable(path, f"the pool speaks version {version}, this is {VERSION}")
+    if "error" in answer:
+        raise SocketUnavailable(path, answer["error"])
+    snapshot: dict[str, Any] = answer["snapshot"]
+    return snapshot

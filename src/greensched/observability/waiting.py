@@ -1,0 +1,193 @@
+"""Why a queued request waits: the rule of the scheduler that keeps it, with the figures.
+
+It looks at the same facts as `scheduling.dispatch`, in the same order, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from greensched.records import holder_name
+from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.requests import Grant, Request
+from greensched.scheduling.scheduler import Scheduler
+
+#: What keeps a request: an executor over its SMs is being made; its class is over its quota, or at
+#: its cap; a device is kept for an earlier request; shared and exclusive leases exclude each other;
+#: free SMs are kept for the reserves of other classes; free SMs do not fit into one partition; too
+#: few are free; requests before it go first.
+Reason = Literal[
+    "executor", "quota", "cap", "kept", "shared", "reserve", "fragmented", "sms", "order"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """A queued request, and why it waits.
+
+    Attributes:
+        holder: the name of its task or thread.
+        sms: how many it needs at least, of several parts together.
+        waited: for how many seconds.
+        reason: what keeps it, in a word; `text` says it in a sentence.
+    """
+
+    holder: str
+    sms: int
+    waited: float
+    reason: Reason
+    text: str
+
+
+class _Facts(NamedTuple):
+    """A request, and the device where it comes nearest to being granted."""
+
+    scheduler: Scheduler
+    request: Request
+    sms: int
+    device: int
+    where: str
+    now: float
+
+    @property
+    def allocator(self) -> SMAllocator:
+        return self.scheduler.allocator
+
+    @property
+    def state(self) -> ClassState:
+        return self.request.class_state
+
+    @property
+    def free(self) -> int:
+        """The SMs that are free there."""
+        allocator = self.allocator
+        return allocator.devices[self.device].sm_count(allocator.free_masks[self.device])
+
+    @property
+    def largest(self) -> int:
+        """The SMs of the largest partition that they form."""
+        allocator = self.allocator
+        return allocator.devices[self.device].largest_within(allocator.free_masks[self.device])
+
+
+def describe(
+    scheduler: Scheduler, ordinals: Sequence[int], request: Request, now: float
+) -> WaitingRequest:
+    """Return a queued request, and why it waits. The caller holds the lock of the scheduler."""
+    allocator, sms = scheduler.allocator, scheduler.dispatcher.asked(request)
+    reservation = scheduler.queue.reservation
+    if reservation is not None and reservation.request is request:
+        device = reservation.device
+    else:
+        device = max(
+            request.devices,
+            key=lambda d: allocator.devices[d].largest_within(allocator.free_masks[d]),
+        )
+    facts = _Facts(scheduler, request, sms, device, f"device {ordinals[device]}", now)
+    reason, text = _explain(facts)
+    waited = max(0.0, now - request.arrived)
+    return WaitingRequest(holder_name(request.holder), sms, waited, reason, text)
+
+
+def _explain(facts: _Facts) -> tuple[Reason, str]:
+    request, sms, where = facts.request, facts.sms, facts.where
+    if request.missing_executors:
+        return "executor", f"needs {sms} SMs, which are free: an executor over them is being made"
+    limit = _limit(facts)
+    if limit is not None:
+        return limit
+    if facts.largest >= sms:
+        return _kept(facts)
+    if facts.free >= sms:
+        text = f"needs {sms} SMs in one partition; {facts.free} are free on {where}, "
+        return "fragmented", f"{text}of which at most {facts.largest} fit into one"
+    text = f"needs {sms} SMs; {facts.free} of {facts.allocator.devices[facts.device].total} "
+    return "sms", f"{text}are free on {where}{_more(facts)}: {_next(facts)}"
+
+
+def _limit(facts: _Facts) -> tuple[Reason, str] | None:
+    """Return the limit of its own class that keeps a request; None: none does."""
+    state, sms = facts.state, facts.sms
+    if state.quota is not None and not state.is_within_quota(facts.now):
+        seconds = max(0.0, state.refilled_at() - facts.now)
+        text = f"its class is over its quota of {state.quota:g} SMs on average"
+        return "quota", f"{text}, for another {_duration(seconds)}"
+    if state.sms + sms > state.cap:
+        return "cap", f"needs {sms} SMs; its class holds {state.sms} of at most {state.cap}"
+    return None
+
+
+def _kept(facts: _Facts) -> tuple[Reason, str]:
+    """Return why a request waits although enough SMs are free."""
+    scheduler, request, sms, device = facts.scheduler, facts.request, facts.sms, facts.device
+    allocator, reservation = facts.allocator, scheduler.queue.reservation
+    have = f"needs {sms} SMs; {facts.free} are free on {facts.where}"
+    sharing = len(allocator.shared_grants[device])
+    if sharing and not facts.state.shared:
+        return "shared", f"needs {sms} SMs of {facts.where}: {sharing} shared leases must end there"
+    if reservation is not None and reservation.request is not request:
+        first = reservation.request
+        if reservation.device == device and device not in request.held_devices:
+            asked, waited = scheduler.dispatcher.asked(first), facts.now - first.arrived
+            text = f"{have}, which is kept for an earlier request of {_named(first.class_state)}"
+            return "kept", f"{text} for {asked} SMs, which has waited {_duration(waited)}"
+    size = allocator.devices[device].size
+    owners = [one for one in allocator.reservations[device].owners if one is not facts.state]
+    kept = {one.name: one.reserved_free * size for one in owners if one.reserved_free}
+    if kept and facts.free - sum(kept.values()) < sms:
+        parts = " and ".join(f"{count} of {name!r}" for name, count in kept.items())
+        return "reserve", f"{have}, but for reserves: {parts}"
+    return "order", f"{have}: requests before it go first"
+
+
+def _more(facts: _Facts) -> str:
+    """Say what else is so on the device: SMs that drain, or are lent of its class's reserve."""
+    lent: dict[str, int] = {}
+    for grant in facts.allocator.reservations[facts.device].borrowers:
+        count = grant.loans.get(facts.state, 0) * facts.allocator.devices[facts.device].size
+        if count:
+            name = _named(grant.class_state)
+            lent[name] = lent.get(name, 0) + count
+    parts = [f"{count} of its reserve are lent to {name}" for name, count in lent.items()]
+    draining = sum(grant.sms for grant in _exclusive(facts) if grant.draining)
+    if draining:
+        parts.append(f"{draining} are draining")
+    reservation = facts.scheduler.queue.reservation
+    if reservation is not None and reservation.request is facts.request:
+        parts.append("the device is kept for it")
+    return "".join(f", {part}" for part in parts)
+
+
+def _next(facts: _Facts) -> str:
+    """Say when SMs are expected back, as far as that is known."""
+    grants, now = _exclusive(facts), facts.now
+    ends = [(grant.ends, grant.sms) for grant in grants if grant.ends is not None]
+    known = [(end - now, sms) for end, sms in ends if end > now]
+    if known:
+        seconds, sms = min(known)
+        return f"the next {sms} are expected back in {_duration(seconds)}"
+    if ends:
+        return f"the next lease should have ended {_duration(now - min(ends)[0])} ago"
+    oldest = min(grants, key=lambda grant: grant.began, default=None)
+    if oldest is None:
+        return "nothing is leased there"
+    has = f"has had {oldest.sms} for {_duration(now - oldest.began)}"
+    return f"no lease there is known to end, and the oldest, of {_named(oldest.class_state)}, {has}"
+
+
+def _exclusive(facts: _Facts) -> list[Grant]:
+    return [grant for grant in facts.allocator.grants[facts.device] if not grant.is_shared]
+
+
+def _named(state: ClassState) -> str:
+    return f"class {state.name!r}" if state.name else "no class"
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds with three digits, in the unit that suits them."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
