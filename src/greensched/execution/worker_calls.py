@@ -171,7 +171,10 @@ class WorkerCalls:
         """Write the ticket of a call that returned, behind the work that it left on the stream."""
         stream, ticket = self._call_stream, call.job._ticket
         try:
-            if self._leaves_nothing(call) or self._has_no_work(stream):
+            self._record_context(call)
+            # Asked of the stream, too: on an H100 the context's event leaves out what a stream with
+            # no work behind it waits for.
+            if self._has_no_work(stream):
                 stream.mark_here(ticket)
             else:
                 stream.mark(ticket)
@@ -179,25 +182,23 @@ class WorkerCalls:
             self._health.fail(error)
         call.poller.thread_work_done_threadsafe()
 
-    def _leaves_nothing(self, call: _QueuedCall) -> bool:
-        """Return whether no call has left work on any stream, not even on one of a library's own.
+    def _record_context(self, call: _QueuedCall) -> None:
+        """Record what calls have left on any stream, also on one of a library's own.
 
-        The context's event captures what they have left. As a rule that is nothing: the function
-        has waited for its work.
+        As a rule that is nothing: the function has waited for its work.
         """
         self._is_recorded = self._left_nothing = False  # what was so behind an earlier call
         green = self._context.green
         if call.where is None or self.is_exposed or green is None:  # a capture may be open there
-            return False
+            return
         if self._call_stream.first_uses:  # recording a context would wait for them
-            return False
+            return
         try:
             self._driver.record_green(green, self._context_event.handle)
             self._left_nothing = self._driver.query_event(self._context_event.handle)
             self._is_recorded = True
         except CUDAError as error:  # a library captures: a thread waits for the whole context
             logger.debug("the green context's work cannot be recorded: %s", error)
-        return self._left_nothing
 
     def left_nothing(self) -> bool:
         """Whether all calls have returned, and all work of the green context was done since."""
