@@ -12,8 +12,8 @@
 #                       driver, built from STANDIN=<folder with a Makefile>
 #   make test-integrations  run torch, cuda.core, numba-cuda, Warp and Ray with greensched, in an
 #                       environment of their own, some gigabytes; STANDIN=... for those with a driver
-#   make test-embedding     run the recipes of docs/how-to/embedding.md in LitServe, BentoML and Triton's
-#                       server, in an environment of their own, half a gigabyte
+#   make test-embedding     run the recipes of embedding.md and processes.md in LitServe, BentoML, Triton's
+#                       server, gunicorn and Celery, in an environment of their own, half a gigabyte
 #   make test-gpu       run the conformance suite and all GPU tests on this machine's GPU, with the
 #                       Python (GPU_PYTHON=...) and packages found there
 #   make compiled       build the compiled package, a wheel in .build/compiled; needs a C compiler

@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to/embedding.md, each in its real host; skipped without that host.
+"""The recipes of embedding.md and processes.md, each in its real host; skipped without that host.
 
 `make test-embedding` installs them.
 """
