@@ -429,7 +429,7 @@ class Pool:
 
     @property
     def opening_error(self) -> BaseException | None:
-        """Why the last `open` failed; None if it did not, or goes on."""
+        """Why `open` failed, until it succeeds; None: it has not failed."""
         return self._lifecycle.opening_error
 
     @property

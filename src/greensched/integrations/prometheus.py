@@ -20,7 +20,6 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -38,14 +37,14 @@ OUTCOMES = ("granted", "cancelled", "expired", "refused")
 #: Every metric but its prefix `greensched_`: its kind, its text, its labels beside `pool`. A device
 #: is the UUID of a GPU; a service is a class, "" of requests without one.
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
-    "pool": (InfoMetricFamily, "What a pool runs.", ()),
+    "pool_info": (GaugeMetricFamily, "1: what a pool runs.", ("version", "completion")),
     "pool_ready": (GaugeMetricFamily, "1 while the pool grants leases, else 0.", ()),
     "pool_fault": (
         GaugeMetricFamily,
         "1: why a pool did not open, or what ended it; status is the driver's.",
         ("error", "status"),
     ),
-    "device": (InfoMetricFamily, "What a GPU is.", ("device",)),
+    "device_info": (GaugeMetricFamily, "1: what a GPU is.", ("device", "name", "ordinal")),
     "device_up": (GaugeMetricFamily, "1 while the GPU works, 0 once it is lost.", ("device",)),
     "sms_limit": (GaugeMetricFamily, "SMs of a GPU.", ("device",)),
     "sms": (
@@ -190,7 +189,7 @@ class _Samples:
         self._families = families
         self._pool = pool
 
-    def _add(self, name: str, value: Any, *labels: str) -> None:
+    def _add(self, name: str, value: float, *labels: str) -> None:
         self._families[name].add_metric((self._pool, *labels), value)
 
     def add_pool(self, found: PoolReading) -> None:
@@ -200,7 +199,7 @@ class _Samples:
         if found.statistics is None:
             return
         version = getattr(greensched, "__version__", "")
-        self._add("pool", {"version": version, "completion": found.statistics.completion})
+        self._add("pool_info", 1, version, found.statistics.completion)
         for device in found.devices:
             self._add_device(device)
         for service, of_class in found.statistics.services.items():
@@ -209,8 +208,7 @@ class _Samples:
 
     def _add_device(self, found: DeviceReading) -> None:
         device = found.device
-        info = {"name": device.name, "ordinal": str(device.ordinal)}
-        self._add("device", info, device.uuid)
+        self._add("device_info", 1, device.uuid, device.name, str(device.ordinal))
         self._add("device_up", found.is_up, device.uuid)
         self._add("sms_limit", device.sm_count, device.uuid)
         for state, sms in found.sms.items():

@@ -83,7 +83,7 @@ class PoolLifecycle:
         self.server: PoolServer | None = None
         #: Leases are timed once the pool is open.
         self.is_timed = False
-        #: Why the last opening failed.
+        #: Why the last opening failed, until one succeeds.
         self.opening_error: BaseException | None = None
         self._manager: LeaseManager | None = None
         #: The manager once it grants: one attribute for the hot paths.
@@ -138,7 +138,6 @@ class PoolLifecycle:
             if self._manager is not None:
                 self._manager.check()
             if self._opening is None:
-                self.opening_error = None
                 driver = drivers.open(self.options.driver)
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
                 manager = LeaseManager(driver, builder, self.lock, self.cache, self.recorder)
@@ -190,7 +189,7 @@ class PoolLifecycle:
                 options.placement,
             )
             with self.lock:
-                self.granting = manager
+                self.granting, self.opening_error = manager, None
                 if self.is_timed:
                     manager.time_leases_locked()
             logger.info("a pool is open over %s", [each.device for each in device_pools])
