@@ -40,6 +40,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "OutOfMemory": ("call", 3, 2, 1),
     "DeviceFault": (700, "ILLEGAL_ADDRESS", "call"),
     "DeviceLost": (errors.DeviceFault(700, "ILLEGAL_ADDRESS", "call"),),
+    "DeviceHung": ("spin", ("copy",), 0, 8, 1, "decode", "task", "a.py:1", 2.0, 1.0, 0.5),
     "PoolLost": ("pool", "why"),
     "VersionSkew": ("pool", 1, 2),
 }

@@ -7,6 +7,7 @@
 * Not possible on this machine: `DriverUnavailable`, `NotSupported`, `SocketUnavailable`,
   `MissingPackage`.
 * A driver call failed: `CUDAError`. It fails one job, unless it is a `DeviceFault`.
+* Work on a device does not end: `DeviceHung`.
 * The process must be replaced: `DeviceLost`.
 """
 
@@ -536,6 +537,79 @@ class DeviceLost(GreenschedError, RuntimeError):
         which = "a device" if self.device is None else f"device {self.device}"
         super().__init__(f"{which} failed and is unusable until this process is replaced: {cause}")
         self.__cause__ = cause
+
+
+class DeviceHung(GreenschedError, TimeoutError):
+    """Work did not end within `hang_after` of its turn on its stream, and may still run.
+
+    Nothing can stop it. The SMs of its executor are not granted to others until it has ended; the
+    rest of the pool goes on. A job that raised this has its result if its work ends after all.
+
+    Attributes:
+        job: the name of the job that raised this; "": the end of a block, or another use.
+        work: the name of what hangs; "": not known.
+        behind: the names of the jobs that stand behind it on the same executor.
+        device: the ordinal of the device.
+        sms: the SMs of the executor, in so many `cells`, a bit mask.
+        service: the class of the lease; "": none.
+        holder: the name of the task or thread that holds the lease.
+        place: `file:line` of the code that took the lease; "": not known.
+        leased: seconds since the lease was granted, when this was found.
+        hung: seconds since the turn of the work came, when this was found.
+        hang_after: the limit, in seconds.
+        beside: the other executors of the device that have work, and for how long without
+            progress, the longest first. They may wait behind it in one of the device's `queues`
+            hardware queues: the driver does not tell which streams share one.
+    """
+
+    def __init__(
+        self,
+        work: str,
+        behind: tuple[str, ...],
+        device: int,
+        sms: int,
+        cells: int,
+        service: str,
+        holder: str,
+        place: str,
+        leased: float,
+        hung: float,
+        hang_after: float,
+        beside: tuple[str, ...] = (),
+        queues: int = 8,
+        job: str = "",
+    ) -> None:
+        self.job, self.work, self.behind = job, work, behind
+        self.device, self.sms, self.cells = device, sms, cells
+        self.service, self.holder, self.place = service, holder, place
+        self.leased, self.hung, self.hang_after = leased, hung, hang_after
+        self.beside, self.queues = beside, queues
+        of_class = f" of class {service!r}" if service else ""
+        text = (
+            f"{work or 'work'} on device {device} has not ended {hung:.3g} s after its turn "
+            f"(hang_after={hang_after:g}): the lease{of_class} of {holder or 'an unknown task'}, "
+            f"taken {leased:.3g} s ago at {place or 'an unknown place'}, holds {sms} SMs (cells "
+            f"{cells:b}), which are not granted until it ends"
+        )
+        if behind:
+            text += f"; {len(behind)} jobs stand behind it: {_shortened(behind)}"
+        if beside:
+            text += (
+                f"; {len(beside)} other executors have work without progress, perhaps behind it in "
+                f"one of the device's {queues} hardware queues: {_shortened(beside)}"
+            )
+        super().__init__(text)
+
+    def of(self, job: str) -> DeviceHung:
+        """Return a new one, for another job and its own traceback."""
+        other = type(self).__new__(type(self))
+        other.args, other.__dict__ = self.args, {**self.__dict__, "job": job}
+        return other
+
+
+def _shortened(names: tuple[str, ...]) -> str:
+    """Return at most the first three names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def wrong_thread() -> WrongThread:

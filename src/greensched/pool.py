@@ -16,7 +16,7 @@ from greensched._validation import as_float, is_count, one_of, ordinals
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
-from greensched.errors import GreenschedError, InvalidRequest
+from greensched.errors import DeviceHung, GreenschedError, InvalidRequest
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
 from greensched.leasing.latency import LatencyCurve, default_sizes, measure
@@ -29,6 +29,7 @@ from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepa
 from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
+from greensched.leasing.watchdog import ExitPolicy, checked_exit_policy, checked_hang_after
 from greensched.observability.snapshot import Snapshot, take_snapshot
 from greensched.observability.snapshot_server import SnapshotServer, checked_socket
 from greensched.records import Record
@@ -83,6 +84,14 @@ class Pool:
             opening to the closing, on a thread of its own. True: in the user's folder for such
             files, where it is found; or a path of at most 107 bytes. Leases are then timed, as by
             `time_leases`. False: nowhere. Linux only.
+        hang_after: seconds after which a kernel, copy or graph *hangs*, counted from its turn on
+            its stream: whatever waits for it, or for what stands behind it on the same executor,
+            raises `DeviceHung`, and its SMs are not granted until it ends. Far longer than any of
+            them should take; a callable of `run` is not judged while it runs, and bound launches
+            by the ticket behind them. None: never, unless a class says so (`ServiceClass`).
+        exit_policy: what happens to the process when work hangs, or a device is lost, behind the
+            line in the log: `"report"`, nothing more; `"terminate"`, it gets SIGTERM; `"exit"`,
+            it exits at once with status 74.
 
     After `prepare`, and within `reserve_bytes`, no lease of a partition made at `open` makes the
     driver allocate anything, except by `empty_pinned`, copies between devices, and callables given
@@ -103,6 +112,8 @@ class Pool:
         prepare: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
         socket: bool | str | os.PathLike[str] = False,
+        hang_after: float | None = None,
+        exit_policy: ExitPolicy = "report",
     ) -> None:
         classes = validate_services(services)
         one_of("placement", placement, get_args(Placement))
@@ -123,6 +134,8 @@ class Pool:
                 balanced=workqueues == "balanced",
                 prepare=checked_kernels(prepare),
                 reserve_bytes=reserve_bytes,
+                hang_after=checked_hang_after(hang_after),
+                exit_policy=checked_exit_policy(exit_policy),
             )
         )
         if socket is not False:
@@ -433,6 +446,13 @@ class Pool:
         return self._lifecycle.opening_error
 
     @property
+    def hung(self) -> tuple[DeviceHung, ...]:
+        """What hangs now, for longer than `hang_after`: an error for each executor. Never waits."""
+        pools = self._lifecycle.device_pools
+        executors = [one for each in pools for one in tuple(each.executors.values())]
+        return tuple(one.hang for one in executors if one.hang is not None)
+
+    @property
     def devices(self) -> tuple[Device, ...]:
         """The devices, in the order they were given; none before the pool is open."""
         return tuple(each.device for each in self._lifecycle.device_pools)
@@ -511,7 +531,8 @@ class Pool:
         except GreenschedError:
             return f"<Pool: {self.state.value}>"
         devices = "1 device" if s.devices == 1 else f"{s.devices} devices"
+        hung = f"; {s.executors_hung} hung" if s.executors_hung else ""
         return (
             f"<Pool: {s.state.value}, {devices}, {s.sms_total} SMs: {s.sms_free} free, "
-            f"{s.sms_leased} leased, {s.sms_draining} draining; {s.waiting} waiting>"
+            f"{s.sms_leased} leased, {s.sms_draining} draining; {s.waiting} waiting{hung}>"
         )

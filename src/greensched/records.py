@@ -196,6 +196,8 @@ class Recorder:
     def __init__(self) -> None:
         #: Whether there are watchers: what every place that could add a record tests.
         self.watched = False
+        #: Whether a watchdog is to name jobs; and whether jobs are noted, for it or for watchers.
+        self._names_jobs = self.notes_jobs = False
         self._watchers: tuple[Watcher, ...] = ()
         self._pending = deque[tuple[tuple[Watcher, ...], Record]]()
         self._delivering = threading.Lock()
@@ -235,7 +237,7 @@ class Recorder:
         """Add a watcher, and note for it alone what it has missed; `flush` follows."""
         self._pending.extend(((watcher,), record) for record in held)
         self._watchers += (watcher,)
-        self.watched = True
+        self.watched = self.notes_jobs = True
 
     def stop(self, watcher: Watcher) -> bool:
         """Remove a watcher; return whether none is left."""
@@ -245,7 +247,13 @@ class Recorder:
         self._watchers = tuple(left)
         self._failed.discard(watcher)
         self.watched = bool(left)
+        self.notes_jobs = self.watched or self._names_jobs
         return not left
+
+    def set_names_jobs(self, names_jobs: bool) -> None:
+        """Have jobs be noted also without a watcher, or not."""
+        self._names_jobs = names_jobs
+        self.notes_jobs = self.watched or names_jobs
 
     def forked(self) -> None:
         """Forget all watchers, in a forked child."""

@@ -20,7 +20,7 @@ from greensched.device.current_context import ContextOwnership
 from greensched.device.streams import Event, Stream, StreamContext, any_current
 from greensched.driver.status import CAPACITY
 from greensched.driver.types import HostMemory, Mailbox
-from greensched.errors import CUDAError, DeviceFault, InvalidRequest
+from greensched.errors import CUDAError, DeviceFault, DeviceHung, InvalidRequest
 from greensched.typing import CaptureMode, Feature
 
 #: The part of a ticket that is written: its lowest 32 bits. There are never 2**32 in flight.
@@ -69,8 +69,11 @@ class TicketedStream:
 
     __slots__ = (
         "_release",
+        "behind",
         "event",
         "first_uses",
+        "given_up",
+        "hang",
         "health",
         "issued",
         "kept",
@@ -107,6 +110,11 @@ class TicketedStream:
         self.issued = self.submitted = first
         #: A ticket that was seen to be reached: no earlier one is read again.
         self.last_reached = first
+        #: The last ticket given up because work here hangs, and the error of those up to it.
+        self.given_up = first
+        self.hang: DeviceHung | None = None
+        #: Work of other streams that work here was ordered behind of late.
+        self.behind: deque[tuple[TicketedStream, int]] = deque(maxlen=8)
         self.owner: StreamOwner | None = None
         #: Threads that wait until a ticket is submitted.
         self.submit_waiters: list[tuple[int, Mailbox[None]]] = []
@@ -156,6 +164,10 @@ class TicketedStream:
         self.last_reached = ticket  # another thread may set an earlier one after this: also true
         return True
 
+    def hangs(self, ticket: int) -> bool:
+        """Whether a ticket was given up, and is not reached since."""
+        return ticket <= self.given_up and not self.reached(ticket)
+
     def has_submitted(self, ticket: int) -> bool:
         """Whether the work of a ticket is on the stream, so that an event can record it.
 
@@ -203,6 +215,7 @@ class TicketedStream:
         driver = self.stream.context.driver
         driver.record_event(other.event.handle, other.stream.handle)
         driver.wait_event(self.stream.handle, other.event.handle)
+        self.behind.append((other, other.submitted))
 
     def order_before(self, address: int) -> None:
         """Have later work on a stream of any library wait for everything submitted here so far.
@@ -255,6 +268,7 @@ class TicketedStream:
         """
         self.word = _private_word(self.issued)
         self.kept.clear()
+        self.behind.clear()
         self.stream.context.primary.order_before.pop(self.stream.address, None)
         driver, handle = self.stream.context.driver, self.stream.handle
         driver.report_reference_errors(handle, None)  # the stream may be kept

@@ -43,6 +43,8 @@ class Reason(enum.Enum):
     GAVE_WAY = enum.auto()
     #: The pool has watchers: each launch has a ticket, for its records.
     WATCHED = enum.auto()
+    #: Work on the executor hangs, or did: the next launch asks.
+    HUNG = enum.auto()
 
 
 #: The reasons that end where the lease moves to another executor.
@@ -230,6 +232,10 @@ class BoundLaunch:
         """Have each launch be recorded, while the pool has watchers."""
         self._slow_reasons.add(Reason.WATCHED)
 
+    def check_lease(self) -> None:
+        """Have the next launch ask whether work on the executor hangs."""
+        self._slow_reasons.add(Reason.HUNG)
+
     def pause(self) -> None:
         """Refuse launches until `move`."""
         self._slow_reasons.add(Reason.GAVE_WAY)
@@ -267,6 +273,9 @@ class BoundLaunch:
             raise PartitionClosed("the partition of this bound launch")
         if Reason.GAVE_WAY in reasons:
             self._lease.check_open()
+        if Reason.HUNG in reasons:
+            self._lease.check_pool()
+            reasons.discard(Reason.HUNG)
         self._lease.check_capture()
         if not self._lease.recorder.watched:
             reasons.discard(Reason.WATCHED)
@@ -292,6 +301,9 @@ class BoundLaunch:
         stream, is_ordered = self.track, False
         elsewhere = self._take_uses()
         try:
+            for other, ticket in elsewhere.items():
+                if other.hang is not None and other.hangs(ticket):
+                    raise other.hang.of(self._name)
             is_submitted = all(other.has_submitted(ticket) for other, ticket in elsewhere.items())
             if is_submitted and not stream.first_uses:
                 running = [

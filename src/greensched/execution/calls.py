@@ -53,7 +53,7 @@ def submit_call(
     lease.has_called = True
     poller.watch(stream)
     lease.executor.calls.submit(call, job, poller, where)
-    if lease.recorder.watched:
+    if lease.recorder.notes_jobs:
         lease.record(job)
     return job
 

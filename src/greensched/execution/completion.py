@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
@@ -61,9 +61,12 @@ GIL_YIELD_S: Final = 50e-6
 MAX_WAITERS: Final = 64
 
 Callback = Callable[[], object]
+Watchdog = Callable[["CompletionPoller"], float | None]
 
-#: A ticket, and a callback or a waiter.
+#: A ticket, and a callback or a waiter; both of a callback that is also told if it is given up.
 _Entry = tuple[int, Callback | None, Waiter | None]
+#: The waiter of such a callback.
+_NO_WAITER: Final[Any] = object()
 
 logger = logging.getLogger("greensched")
 
@@ -96,7 +99,7 @@ class PendingStream:
 
     def drop_cancelled(self, loop: LoopAdapter) -> None:
         """Drop cancelled waiters, and again once there are twice as many as were left."""
-        left = [e for e in self.entries if e[2] is None or loop.is_waiting(e[2])]
+        left = [e for e in self.entries if e[1] is not None or loop.is_waiting(e[2])]
         self.entries.clear()
         self.entries.extend(left)
         self.most = max(MAX_WAITERS, 2 * len(left))
@@ -239,6 +242,9 @@ class CompletionPoller:
         self._kicked = False
         #: Waiters whose tickets are reached, and whose tasks are to go on.
         self._reached = deque[Waiter]()
+        #: Called after each poll, where there is a watchdog; returns the seconds until it is to be
+        #: called again at the latest, or None.
+        self.watchdog: Watchdog | None = None
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -248,9 +254,30 @@ class CompletionPoller:
         self._add(stream, (ticket, None, waiter))
         return waiter
 
-    def when_reached(self, stream: TicketedStream, ticket: int, callback: Callback) -> None:
+    def when_reached(
+        self, stream: TicketedStream, ticket: int, callback: Callback, *, or_given_up: bool = False
+    ) -> None:
         """Call a function on the loop's thread once a ticket is reached or its device is lost."""
-        self._add(stream, (ticket, callback, None))
+        self._add(stream, (ticket, callback, _NO_WAITER if or_given_up else None))
+
+    def give_up(self, stream: TicketedStream) -> None:
+        """Wake the tasks that wait for a ticket of a stream that was given up.
+
+        Other callbacks stay: of the lease, whose SMs are free once the work has ended.
+        """
+        pending = self.pending.get(stream)
+        if pending is None:
+            return
+        entries = tuple(pending.entries)
+        pending.entries.clear()
+        for entry in entries:
+            ticket, callback, waiter = entry
+            if waiter is None or ticket > stream.given_up:
+                pending.entries.append(entry)
+            elif callback is not None:
+                self._call(callback, stream)
+            else:
+                self._reached.append(waiter)
 
     def _add(self, stream: TicketedStream, entry: _Entry) -> None:
         pending = self.pending.get(stream) or self._add_stream(stream)
@@ -272,6 +299,8 @@ class CompletionPoller:
     def _add_stream(self, stream: TicketedStream) -> PendingStream:
         pending = self.pending[stream] = PendingStream()
         self._policy.work_began(time.perf_counter())
+        if self.watchdog is not None:  # it counts from now
+            self._schedule(0.0)
         return pending
 
     def thread_work_started(self) -> None:
@@ -362,12 +391,19 @@ class CompletionPoller:
                 self._check_failures()
             if action.delay is not None:
                 self._schedule(action.delay)
+        if self.watchdog is not None:
+            self._look_for_hangs(self.watchdog)
         if self.waiting:
             if self._driver.time() < self._queue_tick_due:
                 self._schedule(self._queue_tick_due - self._driver.time())
             else:
                 self._tick_queue()
         self._policy.turn_began(time.perf_counter())
+
+    def _look_for_hangs(self, watchdog: Watchdog) -> None:
+        delay = watchdog(self)
+        if delay is not None:
+            self._schedule(delay)
 
     def _tick_queue(self) -> None:
         delay = self._on_queue_tick()
@@ -385,11 +421,15 @@ class CompletionPoller:
             self._policy.progressed(time.perf_counter())
         if self._on_device:
             self._poll_now()
+        if self.watchdog is not None:
+            self._look_for_hangs(self.watchdog)
         self._resume()
 
     def _poll_virtual(self) -> None:
         """Poll where the device progressed while the loop was idle, or failed."""
         self._poll()
+        if self.watchdog is not None:
+            self._look_for_hangs(self.watchdog)
         self._wake()
         self._check_failures()
 
@@ -549,6 +589,8 @@ class PollerRegistry:
         self._on_tick = on_tick
         self._on_new = on_new
         self._pollers: dict[LoopAdapter, CompletionPoller] = {}
+        #: Of each poller; see `CompletionPoller.watchdog`.
+        self._watchdog: Watchdog | None = None
         #: The poller last asked for: mostly it is asked for again.
         self._latest: CompletionPoller | None = None
 
@@ -566,6 +608,7 @@ class PollerRegistry:
         if poller is None:
             poller = CompletionPoller(loop, self._driver, self._on_tick)
             with self._lock:
+                poller.watchdog = self._watchdog
                 self._pollers[loop] = poller
             self._on_new(poller)
         self._latest = poller
@@ -588,6 +631,12 @@ class PollerRegistry:
     def all_locked(self) -> tuple[CompletionPoller, ...]:
         """Return all pollers."""
         return tuple(self._pollers.values())
+
+    def set_watchdog_locked(self, watchdog: Watchdog | None) -> None:
+        """Have each poller call a function after its polls, from now on."""
+        self._watchdog = watchdog
+        for poller in self._pollers.values():
+            poller.watchdog = watchdog
 
     def remove_closed_locked(self) -> bool:
         """Forget the pollers of closed loops; return whether there were any.

@@ -19,6 +19,7 @@ starts when it is first needed:
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from greensched.device.device import Device
 from greensched.device.resources import max_cluster_size
 from greensched.device.staging import ChunkedCopier, StagingPool
 from greensched.device.tickets import EventTicketedStream, TicketedStream, TicketMemory
-from greensched.errors import CUDAError, DeviceFault
+from greensched.errors import CUDAError, DeviceFault, DeviceHung
 from greensched.execution.completion import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.jobs import Job
@@ -80,6 +81,10 @@ class Executor:
         self.mask = mask
         self.host = host
         self.is_leased = False
+        #: What hangs on it now, if anything does; see `leasing.watchdog`.
+        self.hang: DeviceHung | None = None
+        #: The stream, ticket and name of its latest jobs, where a watchdog is to name them.
+        self.recent_jobs: deque[tuple[TicketedStream, int, str]] = deque(maxlen=2 * DEPTH)
         self._words = words
         self._staging = staging
         self.context = context
@@ -146,7 +151,7 @@ class Executor:
         return self.ownership is not None and self.ownership.is_mine
 
     def wait(self, stream: TicketedStream, ticket: int) -> Waiter:
-        """Make something to await on the running loop until a ticket is reached, or is lost.
+        """Make something to await on the running loop until a ticket is reached, or given up.
 
         Raises:
             NoLoop: no loop is running on this thread.
@@ -156,12 +161,12 @@ class Executor:
     def notify_when(
         self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
     ) -> None:
-        """Call a function on the running loop's thread once a ticket is reached, or is lost.
+        """Call a function on the running loop's thread once a ticket is reached, or given up.
 
         Raises:
             NoLoop: no loop is running on this thread.
         """
-        self.host.current_poller().when_reached(stream, ticket, callback)
+        self.host.current_poller().when_reached(stream, ticket, callback, or_given_up=True)
 
     def create_copy_stream(self) -> None:
         """Make the stream for copies beside the launches, if there is none. Blocks.
@@ -322,6 +327,6 @@ class Executor:
             thread.dismiss()
 
     def __repr__(self) -> str:
-        return (
-            f"<Executor: {self.sm_count} SMs of device {self.device.ordinal}, cells {self.mask:b}>"
-        )
+        hung = "" if self.hang is None else ", hung"
+        where = f"{self.sm_count} SMs of device {self.device.ordinal}, cells {self.mask:b}"
+        return f"<Executor: {where}{hung}>"

@@ -65,12 +65,13 @@ class Job(Generic[T]):
         self.name = name
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or not. Does not wait."""
+        """Whether it has ended, successfully or not, or was given up. Does not wait."""
         stream, ticket = self._stream, self._ticket  # what is known needs no call
         return (
             ticket <= stream.last_reached
             or (ticket <= stream.submitted and stream.reached(ticket))
             or stream.health.is_over
+            or ticket <= stream.given_up
         )
 
     def cancelled(self) -> bool:
@@ -83,14 +84,18 @@ class Job(Generic[T]):
         Raises:
             WouldBlock: it is not done.
             DeviceLost: the device failed before it was done.
+            DeviceHung: it was given up (`Pool.hang_after`), and is not done since.
             PoolClosed, ForkedPool: its pool ended before it was done.
             Exception: what the job itself failed with.
         """
-        if not self._stream.reached(self._ticket):
-            if not self._stream.health.is_over:
-                raise WouldBlock(f"{self!r} is not done: await it")
-            self._set_retrieved()
-            raise self._stream.health.error()
+        stream = self._stream
+        if not stream.reached(self._ticket):
+            if stream.health.is_over:
+                self._set_retrieved()
+                raise stream.health.error()
+            if stream.hang is not None and self._ticket <= stream.given_up:
+                raise stream.hang.of(self.name)
+            raise WouldBlock(f"{self!r} is not done: await it")
         if self._stream.launch_errors and self._error is None:
             error = self._stream.take_launch_error(self._ticket)
             if error is not None:

@@ -67,7 +67,7 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
     lease.reusable = False
     lease.poller.watch(stream)
     executor.calls.submit(load, job, lease.poller)
-    if lease.recorder.watched:
+    if lease.recorder.notes_jobs:
         lease.record(job)
     return job
 

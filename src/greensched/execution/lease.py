@@ -112,6 +112,8 @@ class BoundHandle(Protocol):
 
     def watch(self) -> None: ...
 
+    def check_lease(self) -> None: ...
+
 
 class Lease:
     """One lease of an executor, by one loop. All methods are for that loop's thread.
@@ -196,7 +198,8 @@ class Lease:
 
     def _update_fast_path(self) -> None:
         """Set the one flag that each submission reads: nothing but thread and room to check."""
-        works = not self.executor.launch_stream.health.is_over
+        executor = self.executor
+        works = executor.hang is None and not executor.launch_stream.health.is_over
         self.fast_path_ok = self.state is LeaseState.OPEN and works and not self.stream_shared
 
     @property
@@ -262,8 +265,14 @@ class Lease:
             raise PartitionClosed("this partition", state)
 
     def check_pool(self) -> None:
-        """Raise PoolClosed, DeviceLost or ForkedPool if the pool does not work."""
+        """Raise PoolClosed, DeviceLost, ForkedPool or DeviceHung if the lease cannot be used."""
         self._listener.check()
+        self.check_hang()
+
+    def check_hang(self) -> None:
+        """Raise DeviceHung while work of its executor hangs."""
+        if self.executor.hang is not None:
+            raise self.executor.hang.of("")
 
     def check_room(self) -> None:
         """Raise WouldBlock at the bound of jobs in flight."""
@@ -336,7 +345,7 @@ class Lease:
         job: Job[T] = Job(stream, ticket, what, self)
         self.poller.watch(stream)
         executor.submit_deferred(ordered_step, job, self.poller)
-        if self.recorder.watched:
+        if self.recorder.notes_jobs:
             self.record(job)
         if not on_copy_stream:
             self.launches_without_ticket = False
@@ -376,13 +385,16 @@ class Lease:
         poller = self.poller
         if stream not in poller.pending:
             poller.watch(stream)
-        if self.recorder.watched:
+        if self.recorder.notes_jobs:
             self.record(job)
         return job
 
     def record(self, job: Job[Any]) -> None:
-        """Record that a job was submitted, and once it is done, that."""
+        """Record that a job was submitted, and once it is done, that; and note its name."""
         executor, stream, recorder = self.executor, job._stream, self.recorder
+        executor.recent_jobs.append((stream, job._ticket, job.name))
+        if not recorder.watched:
+            return
         time, number, lease = executor.driver.time, recorder.next_number(), self.grant.number
         kind = "copy" if stream is executor.copy_stream else "call"
         kind = "launch" if stream is executor.launch_stream else kind
@@ -443,6 +455,26 @@ class Lease:
         for bound in self.bound_launches:
             bound.stream_was_shared()
 
+    # -- work that hangs ---------------------------------------------------------------------------
+
+    def hang_changed(self) -> None:
+        """Refuse work while its executor hangs, and wake the tasks that wait for its end then."""
+        self._update_fast_path()
+        for bound in self.bound_launches:
+            bound.check_lease()
+        if self.executor.hang is not None:
+            self._wake_close_waiters()
+
+    async def wait_for(self, stream: TicketedStream, ticket: int) -> None:
+        """Wait until a ticket is reached, or its device is lost.
+
+        Raises:
+            DeviceHung: work of the executor hangs.
+        """
+        self.check_hang()
+        await self.poller.wait(stream, ticket)
+        self.check_hang()
+
     # -- bound launches, which have no tickets -----------------------------------------------------
 
     def may_launch_bound(self) -> bool:
@@ -459,7 +491,7 @@ class Lease:
         """Wait until a bound launch can be submitted, or never can."""
         stream = self.executor.launch_stream
         while not self.may_launch_bound() and not stream.health.is_over:
-            await self.poller.wait(stream, self._batches[0])
+            await self.wait_for(stream, self._batches[0])
 
     def _batches_in_flight(self) -> int:
         batches, stream = self._batches, self.executor.launch_stream
@@ -495,6 +527,9 @@ class Lease:
         """Wait until none of its work runs or is queued, also what is submitted meanwhile.
 
         A cancellation changes nothing. Stops where another task ends the lease or moves it.
+
+        Raises:
+            DeviceHung: its work hangs.
         """
         executor, stream = self.executor, self.executor.launch_stream
         while not stream.health.is_over and self._has(executor):
@@ -502,7 +537,7 @@ class Lease:
             for one in executor.streams:
                 last = one.issued
                 while not (one.reached(last) or one.health.is_over):
-                    await self.poller.wait(one, last)
+                    await self.wait_for(one, last)
             if not self._has(executor):
                 return
             # Not in `move_to`, under the pool's lock: these call progress callbacks.
@@ -654,16 +689,24 @@ class Lease:
             job._finalize()
         self._unfinished.clear()  # they refer to the lease: it would be a cycle
         self._end = None  # it refers to the lease, too
-        waiters, self._close_waiters = self._close_waiters, []
         try:
             self._listener.lease_closed(self)  # may raise an interrupt that a policy met
         finally:
-            for waiter in waiters:
-                self.poller.loop.wake(waiter)
+            self._wake_close_waiters()
+
+    def _wake_close_waiters(self) -> None:
+        waiters, self._close_waiters = self._close_waiters, []
+        for waiter in waiters:
+            self.poller.loop.wake(waiter)
 
     async def wait_closed(self) -> None:
-        """Wait until all its work is done. A cancellation stops the waiting only."""
+        """Wait until all its work is done. A cancellation stops the waiting only.
+
+        Raises:
+            DeviceHung: its work hangs.
+        """
         while self.state is not LeaseState.CLOSED:
+            self.check_hang()
             waiter = self.poller.loop.create_waiter()
             self._close_waiters.append(waiter)
             await waiter

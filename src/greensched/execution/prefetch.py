@@ -91,7 +91,7 @@ class Prefetcher:
         for buffer in tuple(self._returned)[:-1]:
             for stream, ticket in buffer.uses():
                 while stream in streams and not (stream.reached(ticket) or stream.health.is_over):
-                    await lease.poller.wait(stream, ticket)
+                    await lease.wait_for(stream, ticket)
         self._close_all_but(1)
 
     def _close_all_but(self, count: int) -> None:

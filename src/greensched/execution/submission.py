@@ -48,11 +48,14 @@ def find_dependencies(
 
     Raises:
         InvalidRequest: one of the streams is capturing.
+        DeviceHung: the work on one of them hangs.
     """
     unsubmitted: dict[TicketedStream, int] = {}
     streams: dict[TicketedStream, None] = {}
     for buffer, write in uses:
         for other, ticket in buffer.dependencies(stream, write=write):
+            if other.hang is not None and other.hangs(ticket):
+                raise other.hang.of("")
             if other.has_submitted(ticket):
                 other.check_capture()
                 streams[other] = None

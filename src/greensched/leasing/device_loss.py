@@ -13,6 +13,7 @@ from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.requests import refuse
+from greensched.leasing.watchdog import ExitPolicy, end_process
 from greensched.scheduling.requests import Request
 
 
@@ -25,6 +26,7 @@ class LosingHost(Protocol):
     leases: set[Lease]
     pollers: PollerRegistry
     records: LeaseRecords
+    exit_policy: ExitPolicy
 
     def stop_granting_locked(self) -> list[Request]: ...
 
@@ -49,6 +51,7 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
     for poller in pollers:
         poller.kick_threadsafe()
     host.records.lost(error)
+    end_process(host.exit_policy)
 
 
 def first_fault(device_pools: Sequence[DevicePool]) -> BaseException | None:

@@ -14,6 +14,7 @@ from threading import RLock
 
 from greensched._asynclib import get_ident
 from greensched.execution.lease import Lease
+from greensched.leasing.holders import place
 from greensched.leasing.requests import LeaseRequest
 from greensched.scheduling.scheduler import Scheduler
 
@@ -24,6 +25,9 @@ class LeaseCache:
     Args:
         lock: the pool's.
     """
+
+    #: Whether it notes where each lease is taken.
+    notes_places = False
 
     def __init__(self, lock: RLock) -> None:
         self._lock = lock
@@ -91,3 +95,16 @@ class LeaseCache:
             idle.clear()  # `take` may be about to look at it
         self._idle.clear()
         return leases
+
+
+class PlacingLeaseCache(LeaseCache):
+    """A lease cache that notes where each lease is taken, for a watchdog."""
+
+    notes_places = True
+
+    def take(self, request: LeaseRequest) -> Lease | None:
+        """Take a lease, as `LeaseCache.take`."""
+        lease = super().take(request)
+        if lease is not None:
+            lease.taken_at = place()
+        return lease

@@ -24,9 +24,10 @@ from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
 from greensched.leasing import process
 from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
-from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.lease_cache import LeaseCache, PlacingLeaseCache
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.pool_state import CloseReport, PoolState
+from greensched.leasing.watchdog import ExitPolicy, has_limits
 from greensched.records import Recorder, Watcher
 from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy
@@ -54,6 +55,8 @@ class PoolOptions:
     balanced: bool
     prepare: tuple[Kernel, ...]
     reserve_bytes: int
+    hang_after: float | None = None
+    exit_policy: ExitPolicy = "report"
     max_extra: int = MAX_EXTRA
 
 
@@ -77,7 +80,8 @@ class PoolLifecycle:
         self.options = options
         #: Also the manager's lock. Re-entrant: a policy of the user's may read statistics under it.
         self.lock = threading.RLock()
-        self.cache = LeaseCache(self.lock)
+        is_watched = has_limits(options.hang_after, options.services)
+        self.cache = (PlacingLeaseCache if is_watched else LeaseCache)(self.lock)
         self.recorder = Recorder()
         #: Started before the devices are opened, and closed after them.
         self.server: PoolServer | None = None
@@ -140,7 +144,15 @@ class PoolLifecycle:
             if self._opening is None:
                 driver = drivers.open(self.options.driver)
                 builder = WorkerThread(driver, "greensched builder", relaxed=False)
-                manager = LeaseManager(driver, builder, self.lock, self.cache, self.recorder)
+                manager = LeaseManager(
+                    driver,
+                    builder,
+                    self.lock,
+                    self.cache,
+                    self.recorder,
+                    self.options.hang_after,
+                    self.options.exit_policy,
+                )
                 opening = BackgroundTask(lambda: self._build(manager))
                 builder.submit(opening.run)  # raises RuntimeError where no thread can be started
                 self._manager, self._opening = manager, opening

@@ -44,7 +44,7 @@ from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.device_loss import device_lost, first_fault
 from greensched.leasing.device_pool import DevicePool, index_of
-from greensched.leasing.holders import HolderWatch
+from greensched.leasing.holders import HolderWatch, place
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.memory_quotas import update_quotas
@@ -60,6 +60,7 @@ from greensched.leasing.requests import (
     notify,
     refuse,
 )
+from greensched.leasing.watchdog import ExitPolicy, Watchdog
 from greensched.records import Record, Recorder, Refused, holder_name
 from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
@@ -86,6 +87,8 @@ class LeaseManager:
         lock: guards the scheduler, the leases and the state.
         cache: leases without work, which wait for the next request for the same.
         recorder: of the pool's records.
+        hang_after: see `Watchdog`.
+        exit_policy: what happens to the process when work hangs, or a device is lost.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class LeaseManager:
         lock: threading.RLock,
         cache: LeaseCache,
         recorder: Recorder,
+        hang_after: float | None = None,
+        exit_policy: ExitPolicy = "report",
     ) -> None:
         self.driver = driver
         self._time = driver.time
@@ -114,6 +119,8 @@ class LeaseManager:
             driver, lock, self._on_queue_tick, self._take_over_closed_loops
         )
         self.current_poller = self.pollers.current
+        self.exit_policy = exit_policy
+        self.watchdog = Watchdog(self, hang_after, exit_policy)
         self._holders = HolderWatch()
         #: When a request next looks for closed loops.
         self._look_due = 0.0
@@ -157,6 +164,7 @@ class LeaseManager:
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
             self.records.device_pools = self.device_pools
+            self.watchdog.set_services_locked(services)
             for each in device_pools:
                 each.device.health.on_failure = partial(device_lost, self)
             if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
@@ -326,6 +334,8 @@ class LeaseManager:
         grants, granted.grants = granted.grants, ()  # or request and grants would be a cycle
         # On trio, asking is a checkpoint anyway, which costs more than a decision.
         is_cached = request.is_reused and not poller.loop.always_yields
+        if self.watchdog.is_on and not self.cache.notes_places:
+            is_cached = False
         key = (request, get_ident()) if is_cached else None
         quota = self._quotas.get(granted.class_state.name)
         leases = []
@@ -333,6 +343,8 @@ class LeaseManager:
             device_pool = self.device_pools[grant.device]
             executor = self._take_executor_locked(grant)
             lease = Lease(grant, executor, poller, device_pool, self, quota, key)
+            if self.watchdog.is_on or not request.is_reused:
+                lease.taken_at = place()
             self.leases.add(lease)
             leases.append(lease)
         return tuple(leases)
@@ -493,6 +505,7 @@ class LeaseManager:
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
                 update_quotas(self._quotas, services)
+                self.watchdog.set_services_locked(services)
                 for index, device_pool in enumerate(self.device_pools):
                     homes = self.scheduler.home_masks(index)
                     device_pool.prebuilt |= {*homes}
@@ -591,6 +604,7 @@ class LeaseManager:
             return
         with self.lock:
             self.leases.discard(lease)
+            lease.executor.hang = None  # what hung has ended
             if lease.grant.over:  # it gave way at a checkpoint, and has no cells
                 refuse(lease.grant.request, PartitionClosed("this partition"))
                 granted = self.cancel_locked(lease.grant.request)

@@ -25,7 +25,6 @@ from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
-from greensched.leasing.holders import place
 from greensched.leasing.lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
 from greensched.typing import DeviceArray
@@ -110,8 +109,6 @@ class Partition(AsyncBlock):
                 if self._lease is None:
                     manager = self._lifecycle.granting or self._lifecycle.manager()
                     (self._lease,) = await manager.acquire(self._request)
-                    if not self._request.is_reused:
-                        self._lease.taken_at = place()
             except BaseException:
                 self._is_entered = False  # it may be tried again
                 raise
@@ -615,7 +612,7 @@ class Partition(AsyncBlock):
         for track in (lease.launch_stream, lease.executor.call_stream):
             while not lease.has_room(track) and not track.health.is_over:
                 oldest = track.issued - lease.executor.depth + 1
-                await lease.poller.wait(track, oldest)
+                await lease.wait_for(track, oldest)
         await lease.wait_for_bound_launches()
         lease.check_pool()
 

@@ -29,6 +29,7 @@ class PoolStatistics(SchedulerStatistics):
         services: the statistics of each class; "": of requests that name none.
         wake: how long after its grant a queued request's task went on: what a slow event loop
             costs. None unless `Pool.time_leases` was called: counted since.
+        executors_hung: executors with work that hangs now, whose SMs are not granted (`Pool.hung`).
     """
 
     state: PoolState
@@ -42,6 +43,7 @@ class PoolStatistics(SchedulerStatistics):
     degraded: tuple[str, ...]
     services: Mapping[str, ServiceStatistics]
     wake: Durations | None = None
+    executors_hung: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as values that `json.dumps` takes."""
@@ -71,6 +73,7 @@ def collect_statistics(
         degraded=tuple(what for each in device_pools for what in each.degraded),
         services=scheduler.services(now),
         wake=wake,
+        executors_hung=sum(executor.hang is not None for executor in executors),
         **asdict(scheduler.statistics()),
     )
 

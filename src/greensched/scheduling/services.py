@@ -64,6 +64,8 @@ class ServiceClass:
             with each other, and with no other lease.
         on_late: for a request that cannot be done in time: `"refuse"` raises
             `DeadlineImpossible` at once, `"best_effort"` queues it behind all others of the class.
+        hang_after: seconds after which work of the class hangs, as `Pool(hang_after=...)`, in place
+            of that; `math.inf`: never. None: the pool's.
     """
 
     name: str
@@ -81,6 +83,7 @@ class ServiceClass:
     memory_bytes: int | None = None
     shared: bool = False
     on_late: OnLate = "refuse"
+    hang_after: float | None = None
 
     @property
     def reserve_wait(self) -> float:
@@ -126,7 +129,10 @@ def _with_floats(one: ServiceClass) -> ServiceClass:
 
     Without this a latency out of a numpy array raises TypeError there.
     """
-    fields = "priority", "weight", "latency", "checkpoint_interval", "max_wait_for_reserve", "quota"
+    fields = (
+        "priority", "weight", "latency", "checkpoint_interval", "max_wait_for_reserve", "quota",
+        "hang_after",
+    )  # fmt: skip
     others: dict[str, Any] = {}
     for field in fields:
         value = getattr(one, field)
@@ -149,6 +155,8 @@ def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     lightest, heaviest = WEIGHTS
     is_weight = lightest <= as_float(one.weight) <= heaviest
     yield "weight", is_weight, f"a number from {lightest:g} to {heaviest:g}"
+    right = "seconds, above 0, math.inf for never, or None"
+    yield "hang_after", _is_above_0(one.hang_after), right
     for field in ("latency", "checkpoint_interval"):
         yield field, _is_above_0(getattr(one, field)), "seconds, above 0, or None"
     is_short = one.latency is None or one.latency <= MOST_LATENCY

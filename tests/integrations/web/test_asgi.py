@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message
 
 import greensched
 from greensched import ALL, LaunchConfig, Pool, PoolState
-from greensched.driver.simulated import Crash, Fail, cost
+from greensched.driver.simulated import Crash, Fail, Hang, cost
 from greensched.driver.status import from_status
 from greensched.integrations import asgi
 from greensched.integrations.testing import SimGPU, SimPool
@@ -472,6 +472,27 @@ async def test_a_fault_of_a_job_is_seen_within_a_second(
         await asyncio.sleep(0.006)  # the kernel takes 10 ms, and faults then
         assert sim_gpu.time < 0.02
         assert await probes(client) == (503, 503)
+
+
+@pytest.mark.parametrize("sms", [16, 132])
+async def test_work_that_hangs_is_said_by_the_probes(
+    sms: int, sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
+) -> None:
+    """Readiness says that some SMs are lost to it, and is red once all are; a job is answered."""
+
+    async def endpoint(request: Request) -> Response:
+        async with request.state.pool.partition(sms) as p:
+            await p.launch(CONFIG, spin, MS)
+        return PlainTextResponse("done")
+
+    pool = sim_pool(faults=[Hang("spin")], hang_after=0.1, prepare=[spin])
+    async with serving(make_app(pool, endpoint)) as client:
+        response = await client.get("/answer")
+        assert response.status_code == 503
+        assert "spin on device 0 has not ended" in response.text
+        assert await probes(client) == (200, 503 if sms == 132 else 200)
+        detail = (await client.get("/readyz")).json()["detail"]
+        assert ("; 1 hung" if sms == 16 else "has not ended") in detail
 
 
 @pytest.mark.fault("E2")

@@ -1,0 +1,470 @@
+"""Work that does not end: whose waiters are told, when, and what goes on beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+import greensched
+from greensched import ALL, DeviceHung, LaunchConfig, Pool, ServiceClass
+from greensched.driver import simulated
+from greensched.driver.simulated import Crash, Fault, Hang
+from greensched.driver.simulated.device_models import DeviceModel
+from greensched.kernels import fill, saxpy, spin
+from helpers.waiting import turns
+
+ONE = LaunchConfig(grid=1, block=1)
+SECOND = 10**9
+LIMIT = 0.5
+#: Four cells of 8 SMs: an executor over every set of them that the tests lease.
+SMALL = DeviceModel(
+    name="small",
+    compute_capability=(9, 0),
+    gpcs=(8, 8, 8, 8),
+    memory_bytes=2**30,
+    dram_bandwidth=1e12,
+    l2_bytes=2**20,
+)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> Any:
+    """Runs a coroutine function with a driver, in virtual time on each kind of loop."""
+
+    def run(main: Callable[[Any], Any], *faults: Fault) -> None:
+        clock = simulated.VirtualClock()
+        driver = simulated.open([SMALL], clock=clock, faults=faults)
+        clock.run(lambda: main(driver), backend=request.param)
+
+    return run
+
+
+async def opened(driver: Any, **options: Any) -> Pool:
+    """A pool with a limit, which the test closes; with what its tests launch loaded."""
+    pool = Pool(driver=driver, **{"hang_after": LIMIT, "prepare": [spin, fill, saxpy], **options})
+    await pool.open()
+    return pool
+
+
+async def hang(pool: Pool, sms: int = 8, **options: Any) -> DeviceHung:
+    """Lease SMs, and wait there for a kernel that hangs."""
+    with pytest.raises(DeviceHung) as told:
+        async with pool.partition(sms, **options) as p:
+            await p.launch(ONE, spin, 1000)
+    return told.value
+
+
+def test_c9_waiters_are_told_at_the_limit(run: Any) -> None:
+    """The waiter of a hung kernel is told at the exact time, with all facts; others are served."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver, services=[ServiceClass("decode")])
+        began = driver.time()
+        told = await hang(pool, service="decode")
+        assert driver.time() - began == pytest.approx(LIMIT, abs=1e-6)
+        assert (told.job, told.work, told.behind) == ("spin", "spin", ())
+        assert (told.device, told.sms, told.service) == (0, 8, "decode")
+        assert (told.hang_after, told.queues, told.beside) == (LIMIT, 8, ())
+        assert told.hung == pytest.approx(LIMIT, abs=1e-6)
+        path, line = told.place.rsplit(":", 1)
+        assert (path, int(line)) == (__file__, hang.__code__.co_firstlineno + 3)
+        s = pool.statistics()
+        assert (s.executors_hung, s.sms_draining, s.as_dict()["executors_hung"]) == (1, 8, 1)
+        assert [one.place for one in pool.hung] == [told.place]
+        assert "; 1 hung" in repr(pool)
+        for _ in range(20):  # on other SMs
+            async with pool.partition(16) as p:
+                await p.launch(ONE, spin, 1000)
+        with pytest.raises(greensched.DeadlineExceeded):
+            async with pool.partition(ALL, deadline=1.0):
+                pass
+        (left,) = (await pool.aclose(grace=0.1)).abandoned
+        assert "hung" in left
+
+    run(main, Hang("spin"))
+
+
+def test_a_turn_begins_when_the_work_before_it_ends(run: Any) -> None:
+    """Kernels that together take longer than the limit, each less, hang only from the third on."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        began = driver.time()
+        async with pool.partition(8) as p:
+            jobs = [p.launch(ONE, spin, int(LIMIT * 0.9 * SECOND)) for _ in range(3)]
+            jobs.append(p.launch(ONE, spin, 1000))
+            await jobs[1]
+            with pytest.raises(DeviceHung) as told:
+                await jobs[3]
+            assert driver.time() - began == pytest.approx(LIMIT * 2.8, rel=1e-3)
+            assert (told.value.job, told.value.work, told.value.behind) == ("spin",) * 2 + (
+                ("spin",),
+            )
+            assert [job.done() for job in jobs] == [True] * 4
+            with pytest.raises(DeviceHung):
+                jobs[2].result()
+            with pytest.raises(DeviceHung):
+                p.launch(ONE, spin, 1000)
+            with pytest.raises(DeviceHung):
+                await p.checkpoint()
+        await pool.aclose(grace=0.1)
+
+    with pytest.raises(DeviceHung):  # at the end of the block
+        run(main, Hang("spin", 3))
+
+
+def test_an_executor_returns_when_its_work_ends(run: Any) -> None:
+    """A kernel that ends late gives its SMs back, and its job has its result after all."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        with pytest.raises(DeviceHung):
+            async with pool.partition(8) as p:
+                job = p.launch(ONE, spin, 2 * SECOND)
+                await job
+        assert (pool.statistics().executors_hung, pool.statistics().sms_draining) == (1, 8)
+        await anyio.sleep(2)
+        s = pool.statistics()
+        assert (s.executors_hung, s.sms_draining, s.sms_free, pool.hung) == (0, 0, 32, ())
+        assert job.result() is None
+        async with pool.partition(ALL) as p:
+            await p.launch(ONE, spin, 1000)
+        assert not (await pool.aclose()).abandoned
+
+    run(main)
+
+
+def test_a_partition_can_be_used_again_when_its_work_has_ended(run: Any) -> None:
+    """Inside the block everything is refused while the work hangs, and nothing afterwards."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        async with pool.partition(8) as p:
+            bound = p.bind(ONE, spin, 1000)
+            job = p.launch(ONE, spin, 2 * SECOND)
+            with pytest.raises(DeviceHung):
+                await job
+            uses: list[Callable[[], Any]] = [
+                bound,
+                bound.submit,
+                lambda: p.launch(ONE, spin, 1),
+                lambda: p.run(print),
+                lambda: p.stream,
+            ]
+            for use in uses:
+                with pytest.raises(DeviceHung):
+                    use()
+            for wait in (p.drain, p.checkpoint, p.idle().__aenter__):
+                with pytest.raises(DeviceHung):
+                    await wait()
+            await anyio.sleep(2)
+            bound()
+            await p.launch(ONE, spin, 1000)
+            await job
+            await p.checkpoint()
+        await pool.aclose()
+
+    run(main)
+
+
+def test_all_that_stands_behind_it_is_told(run: Any) -> None:
+    """Copies, calls and done callbacks behind a hung kernel end with it, by their own names."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        called = list[Any]()
+        with pytest.raises(DeviceHung) as left:
+            async with pool.partition(8) as p:
+                x = await p.empty(8)
+                jobs: list[greensched.Job[Any]] = [p.launch(ONE, spin, 1000), p.download(x)]
+                jobs += [p.launch(ONE, saxpy, 2.0, x, x, 8), p.run(math.sqrt, 4.0)]
+                jobs[1].add_done_callback(called.append)
+                with pytest.raises(DeviceHung) as told:
+                    await jobs[2]
+                assert told.value.behind[:2] == ("download", "saxpy")
+                await turns()
+                assert called == [jobs[1]]
+                assert str(jobs[1].exception()).startswith("spin on device 0 has not ended")
+        assert left.value.job == ""
+        assert pool.statistics().executors_hung == 1
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("spin"))
+
+
+def test_a_hung_graph_and_a_hung_bound_launch_are_told(run: Any) -> None:
+    """A graph hangs as a kernel does; bound launches do by the ticket that is behind them."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        with pytest.raises(DeviceHung):
+            async with pool.partition(8) as p:
+
+                def work() -> None:
+                    greensched.launch(greensched.current_call().stream, ONE, fill, x, 1.0, 8)
+
+                x = await p.empty(8)
+                graph = await p.capture(work)
+                with pytest.raises(DeviceHung) as told:
+                    await graph.launch(p)
+                assert told.value.work == "graph"
+        with pytest.raises(DeviceHung) as left:
+            async with pool.partition(8) as p:
+                p.bind(ONE, spin, 1000)()
+        assert (left.value.work, pool.statistics().executors_hung) == ("", 2)
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("fill"), Hang("spin"))
+
+
+def test_work_of_others_on_its_buffers_is_told_or_refused(run: Any) -> None:
+    """What waits for a hung kernel's buffer hangs with it; from then on such work is refused."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        told = list[DeviceHung]()
+
+        async def behind(x: greensched.Buffer) -> None:
+            with pytest.raises(DeviceHung) as mine:
+                async with pool.partition(8) as q:
+                    await q.launch(ONE, saxpy, 2.0, x, x, 8)
+            told.append(mine.value)
+
+        async with anyio.create_task_group() as tasks, pool.partition(16) as other:
+            with pytest.raises(DeviceHung):
+                async with pool.partition(8) as p:
+                    x = await p.empty(8)
+                    job = p.launch(ONE, fill, x, 1.0, 8)
+                    tasks.start_soon(behind, x)
+                    await job
+            await turns()
+            assert told[0].work.startswith("saxpy (behind fill of ")
+            with pytest.raises(DeviceHung):
+                other.launch(ONE, saxpy, 2.0, x, x, 8)
+            await other.launch(ONE, spin, 1000)
+        assert pool.statistics().executors_hung == 2
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("fill"))
+
+
+def test_work_that_waits_for_others_has_not_its_turn(run: Any) -> None:
+    """A kernel behind much work of another partition does not hang, however long that takes."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        async with pool.partition(8) as p, pool.partition(8) as q:
+            x = await p.empty(8)
+            for _ in range(3):
+                p.launch(ONE, spin, int(0.9 * LIMIT * SECOND))
+            p.launch(ONE, fill, x, 1.0, 8)
+            await q.launch(ONE, saxpy, 2.0, x, x, 8)
+            assert driver.time() > 2.7 * LIMIT
+        await pool.aclose()
+
+    run(main)
+
+
+def test_a_cancelled_waiter_leaves_a_hung_kernel(run: Any) -> None:
+    """A cancellation comes at once, before the limit and behind it; the log tells all the same."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        for seconds in (0.1, 0.1):
+            began = driver.time()
+            with anyio.move_on_after(seconds):
+                async with pool.partition(8) as p:
+                    await p.launch(ONE, spin, 1000)
+            assert driver.time() - began == pytest.approx(seconds, abs=1e-6)
+        assert pool.statistics().executors_hung == 0
+        await anyio.sleep(LIMIT)
+        assert (pool.statistics().executors_hung, pool.statistics().sms_draining) == (2, 16)
+        with anyio.move_on_after(0.1) as scope:
+            async with pool.partition(8, deadline=10) as p, pool.partition(16):
+                pass
+        assert scope.cancelled_caught  # while it waits for SMs that are quarantined
+        assert pool.statistics().sms_free == 16
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("spin", 1), Hang("spin", 2))
+
+
+def test_a_pool_closes_over_a_hung_executor(run: Any) -> None:
+    """The grace bounds the wait, the report says what hangs, and another device is closed."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        await hang(pool)
+        began = driver.time()
+        report = await pool.aclose(grace=1.0)
+        assert driver.time() - began == pytest.approx(1.0, abs=0.01)
+        assert report.abandoned == ("<Executor: 8 SMs of device 0, cells 1, hung>",)
+        assert pool.state is greensched.PoolState.CLOSED
+
+    run(main, Hang("spin"))
+
+
+@pytest.mark.parametrize("of_class", [None, 0.2, 2.0, math.inf])
+def test_a_class_has_its_own_limit(run: Any, of_class: float | None) -> None:
+    """The limit of a class replaces the pool's, to be shorter, longer or none."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver, services=[ServiceClass("own", hang_after=of_class)])
+        limit = LIMIT if of_class is None else of_class
+        began = driver.time()
+        with anyio.move_on_after(10):
+            told = await hang(pool, service="own")
+            assert told.hang_after == limit
+        assert driver.time() - began == pytest.approx(min(limit, 10), abs=1e-6)
+        began = driver.time()
+        assert (await hang(pool)).hang_after == LIMIT
+        assert driver.time() - began == pytest.approx(LIMIT, abs=1e-6)
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("spin", 1), Hang("spin", 2))
+
+
+def test_a_limit_can_come_and_go(run: Any) -> None:
+    """Without any limit nothing is watched; a class that is given one later is, from then on."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver, hang_after=None, services=[ServiceClass("own")])
+        async with pool.partition(8, service="own") as p:
+            await p.launch(ONE, spin, 1000)
+        poller = pool._manager.current_poller()
+        assert poller.watchdog is None
+        assert not pool._lifecycle.recorder.notes_jobs
+        pool.reconfigure(services=[ServiceClass("own", hang_after=1.0)])
+        assert (await hang(pool, service="own")).hang_after == 1.0
+        pool.reconfigure(services=[ServiceClass("own")])
+        assert poller.watchdog is None
+        await pool.aclose(grace=0.1)
+
+    run(main, Hang("spin", 2))
+
+
+def test_cached_leases_and_groups_have_their_places(run: Any) -> None:
+    """The place is that of the present block, whichever way the lease was taken."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        for _ in range(2):  # the second time from the cache
+            async with pool.partition(8):
+                pass
+        first = test_cached_leases_and_groups_have_their_places.__code__.co_firstlineno
+        lines = list[int]()
+        async with pool.partition(8), pool.partition_nowait(8), pool.partitions(8, 8):
+            lines += [int(one.place.removeprefix(f"{__file__}:")) for one in pool.leases()]
+        assert lines == [first + 10] * 4
+        await pool.aclose()
+
+    run(main)
+
+
+def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
+    """Where streams do not write tickets, events say that the work has not ended."""
+    clock = simulated.VirtualClock()
+    without = [greensched.typing.Feature.WRITE_VALUE]
+    driver = simulated.open([SMALL], clock=clock, faults=[Hang("spin")], without=without)
+
+    async def main() -> None:
+        pool = await opened(driver)
+        began = driver.time()
+        assert (await hang(pool)).work == "spin"
+        assert driver.time() - began == pytest.approx(LIMIT, abs=1e-3)
+        await pool.aclose(grace=0.1)
+
+    clock.run(main)
+
+
+def test_a_waiter_on_another_loop_is_told() -> None:
+    """A task of another loop that awaits the job is told with the holder's."""
+    driver = simulated.open([SMALL], faults=[Hang("spin")])
+
+    async def main() -> None:
+        pool = await opened(driver, hang_after=0.05)
+        with pytest.raises(DeviceHung):
+            async with pool.partition(8) as p:
+                job = p.launch(ONE, spin, 1000)
+
+                async def other() -> None:
+                    with pytest.raises(DeviceHung):
+                        await job
+
+                await asyncio.to_thread(asyncio.run, other())
+        await pool.aclose(grace=0.0)
+
+    asyncio.run(main())
+    driver.close()
+
+
+def test_the_log_has_one_line_for_each_hang(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An error when it is found, and a warning when it has ended."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        async with pool.partition(8) as p:
+            with pytest.raises(DeviceHung):
+                await p.launch(ONE, spin, SECOND)
+            await anyio.sleep(1)
+        await pool.aclose()
+
+    with caplog.at_level(logging.WARNING, "greensched"):
+        run(main)
+    found, ended = caplog.records
+    assert (found.levelname, ended.levelname) == ("ERROR", "WARNING")
+    assert "spin on device 0 has not ended 0.5 s after its turn" in found.getMessage()
+    assert "has ended, 1 s after its turn" in ended.getMessage()
+
+
+@pytest.mark.parametrize("fault", [Hang("spin"), Crash("spin")])
+@pytest.mark.parametrize("policy", ["report", "terminate", "exit"])
+def test_the_exit_policy_ends_the_process_once_it_is_told(
+    fault: Fault, policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM, or an exit with status 74, behind the line in the log; of a lost device, too."""
+    ends = list[Any]()
+
+    def end(*how: int) -> None:
+        assert any(record.levelname == "ERROR" for record in caplog.records)
+        ends.append(how)
+
+    monkeypatch.setattr(os, "kill", end)
+    monkeypatch.setattr(os, "_exit", end)
+    clock = simulated.VirtualClock()
+    driver = simulated.open([SMALL], clock=clock, faults=[fault])
+
+    async def main() -> None:
+        pool = await opened(driver, exit_policy=policy)
+        with pytest.raises((DeviceHung, greensched.DeviceLost)):
+            async with pool.partition(8) as p:
+                await p.launch(ONE, spin, 1000)
+        await pool.aclose(grace=0.1)
+
+    clock.run(main)
+    how = {"report": [], "terminate": [(os.getpid(), signal.SIGTERM)], "exit": [(74,)]}
+    assert ends == how[policy]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.nan, True, "1", b"", 10**400])
+def test_wrong_limits_are_refused(wrong: Any) -> None:
+    """A limit is a number of seconds above 0, of a pool and of a class."""
+    with pytest.raises(greensched.InvalidRequest, match="hang_after"):
+        Pool(driver="simulated:h200", hang_after=wrong)
+    with pytest.raises(greensched.InvalidRequest, match="hang_after"):
+        Pool(driver="simulated:h200", services=[ServiceClass("a", hang_after=wrong)])
+
+
+@pytest.mark.parametrize("wrong", [None, "abort", 1])
+def test_wrong_exit_policies_are_refused(wrong: Any) -> None:
+    """An exit policy is one of three words."""
+    with pytest.raises(greensched.InvalidRequest, match="exit_policy"):
+        Pool(driver="simulated:h200", exit_policy=wrong)
