@@ -62,7 +62,8 @@ async def hang(pool: Pool, sms: int = 8, **options: Any) -> DeviceHung:
     return told.value
 
 
-def test_c9_waiters_are_told_at_the_limit(run: Any) -> None:
+@pytest.mark.fault("C9")
+def test_waiters_are_told_at_the_limit(run: Any) -> None:
     """The waiter of a hung kernel is told at the exact time, with all facts; others are served."""
 
     async def main(driver: Any) -> None:
