@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPartition as SyncPartition
     from greensched.leasing.sync import SyncPool as SyncPool
     from greensched.observability.snapshot import Snapshot as Snapshot
+    from greensched.observability.trace import Trace as Trace
     from greensched.pool import Pool as Pool
     from greensched.records import Cancelled as Cancelled
     from greensched.records import Done as Done
@@ -127,6 +128,7 @@ _EXPORTS = {
     "Submitted": "records",
     "SyncPartition": "leasing.sync",
     "SyncPool": "leasing.sync",
+    "Trace": "observability.trace",
     "WorkqueueResource": "device.resources",
     "WorkqueueResourceOptions": "device.resources",
     "call_context": "execution.call_context",

@@ -41,6 +41,7 @@ from greensched.typing import Granularity, Size, SupportsDevice
 
 if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPool
+    from greensched.observability.trace import Trace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -493,6 +494,29 @@ class Pool:
         """
         self._lifecycle.watch(callback)
         return partial(self._lifecycle.unwatch, callback)
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Write what happens while a block is open into a file, for Perfetto.
+
+            async with pool, pool.trace("t.perfetto-trace"):
+                ...
+
+        The file has tracks for the queue, each device, each set of SMs and its jobs, with flows
+        from a request to its lease, its jobs and their ends, and counters. Times are the host's.
+        It is written while the pool runs, by a thread, and is complete however the block ends;
+        leases and requests that have not ended by then end there in the trace. A file of that name
+        is replaced. While the block is open the pool is watched; see `watch` for what that costs.
+        Entering and leaving the block waits for the disk; a cancellation does not leave it
+        earlier.
+
+        Raises:
+            MissingPackage: perfetto is not installed; says what to install.
+            InvalidRequest: on entry, the file cannot be written; on leaving, it could not.
+            PoolClosed, DeviceLost, ForkedPool: on entry, the pool is not open.
+        """
+        from greensched.observability.trace import Trace
+
+        return Trace(self._lifecycle, path)
 
     def time_leases(self) -> None:
         """Count from now on how long requests wait, and leases last and drain. Idempotent.

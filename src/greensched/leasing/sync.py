@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import signal
 import threading
 import warnings
@@ -293,6 +294,10 @@ class SyncPool:
         """Ask for several leases granted together. See `Pool.partitions`."""
         group = self._pool.partitions(*sizes, **options)
         return self._block(group, lambda granted: tuple(map(self._wrap, granted)))
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[object]:
+        """Write what happens while a block is open into a file. See `Pool.trace`."""
+        return self._block(self._pool.trace(path), lambda trace: trace)
 
     def _wrap(self, partition: Partition) -> SyncPartition:
         return SyncPartition(self, partition)

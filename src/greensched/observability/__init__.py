@@ -1,1 +1,1 @@
-"""What an operator sees of a pool: snapshots, and the socket of `greensched top`."""
+"""What an operator sees of a pool: snapshots, the socket of `greensched top`, and traces."""

@@ -1,0 +1,212 @@
+"""What held which SMs, and when: the records of a pool as spans of time."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from greensched.device.device import Device
+from greensched.records import (
+    Cancelled,
+    Done,
+    Drained,
+    Expired,
+    Granted,
+    Lent,
+    Lost,
+    Queued,
+    Reclaimed,
+    Record,
+    Refused,
+    Released,
+    Requested,
+    Resized,
+)
+from greensched.scheduling.cells import DeviceCells
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDevice:
+    """A device of a pool, split into `cell_count` cells of `cell_sms` SMs, and one of the rest."""
+
+    ordinal: int
+    name: str
+    uuid: str
+    sms: int
+    cell_count: int
+    cell_sms: int
+
+    @classmethod
+    def of(cls, device: Device, cells: DeviceCells) -> Self:
+        """Describe a device, and the cells that it is split into."""
+        return cls(device.ordinal, device.name, device.uuid, cells.total, cells.count, cells.size)
+
+    def sms_of(self, mask: int) -> list[tuple[int, int]]:
+        """Return the SMs of a set of cells, in the order of the cells: ranges (first, end)."""
+        found: list[tuple[int, int]] = []
+        for cell in range(mask.bit_length()):
+            if mask >> cell & 1:
+                first = min(cell * self.cell_sms, self.sms)
+                end = first + self.cell_sms if cell < self.cell_count else self.sms
+                if found and found[-1][1] == first:
+                    first = found.pop()[0]
+                found.append((first, end))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time in which a lease held the same cells in the same way; seconds of the clock.
+
+    Attributes:
+        draining: its block was left, its work was not done.
+        lent: SMs of it that it had borrowed.
+    """
+
+    lease: int
+    service: str
+    holder: str
+    device: int
+    cells: int
+    sms: int
+    start: float
+    end: float
+    draining: bool = False
+    lent: int = 0
+
+    @property
+    def sm_seconds(self) -> float:
+        """The SM-time of the span."""
+        return self.sms * (self.end - self.start)
+
+
+@dataclass(slots=True)
+class ServiceHistory:
+    """What a class had, and what its requests came to.
+
+    Attributes:
+        requests: how many were `requested`, `granted`, `refused`, `expired` and `cancelled`.
+        waits: of those granted, in seconds.
+        jobs, failed: jobs that are done, and those of them with an error.
+    """
+
+    sm_seconds: float = 0.0
+    requests: Counter[str] = field(default_factory=Counter)
+    waits: list[float] = field(default_factory=list)
+    leases: int = 0
+    jobs: int = 0
+    failed: int = 0
+
+
+class LeaseHistory:
+    """Collects spans from records. `add` is a watcher for `Pool.watch`.
+
+    Args:
+        most: spans kept, the newest ones; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        #: Spans that have ended, in the order of their ends.
+        self.spans: deque[Span] = deque(maxlen=most)
+        self.services: defaultdict[str, ServiceHistory] = defaultdict(ServiceHistory)
+        #: The requests that wait, as (time, class, number), after each change.
+        self.waiting: deque[tuple[float, str, int]] = deque(maxlen=most)
+        self.lost: list[str] = []
+        self._open: dict[int, Span] = {}
+        #: Requests without an answer, and whether they are queued.
+        self._asked: dict[int, bool] = {}
+        self._queued: Counter[str] = Counter()
+
+    def add(self, record: Record) -> None:
+        """Take the next record."""
+        match record:
+            case Requested():
+                self.services[record.service].requests["requested"] += 1
+                self._asked[record.request] = False
+            case Queued():
+                self._asked[record.request] = True
+                self._note_waiting(record, 1)
+            case Granted():
+                self._grant(record)
+            case Resized():
+                self._change(record, cells=record.cells, sms=record.sms)
+            case Lent() | Reclaimed():
+                self._lend(record)
+            case Released():
+                self._change(record, draining=True)
+            case Drained():
+                self._end(record.lease, record.time)
+            case Done():
+                self._count_job(record)
+            case Refused() | Expired() | Cancelled():
+                self._answer(record)
+            case Lost():
+                self.lost.append(record.error)
+
+    def _grant(self, record: Granted) -> None:
+        service = self.services[record.service]
+        service.leases += 1
+        if record.request in self._asked:  # else another part of it, or it was held before
+            service.waits.append(record.wait)
+            self._answer(record)
+        self._open[record.lease] = Span(
+            record.lease,
+            record.service,
+            record.holder,
+            record.device,
+            record.cells,
+            record.sms,
+            record.time,
+            record.time,
+        )
+
+    def _count_job(self, record: Done) -> None:
+        span = self._open.get(record.lease)
+        service = self.services["" if span is None else span.service]
+        service.jobs += 1
+        service.failed += bool(record.error)
+
+    def _lend(self, record: Lent | Reclaimed) -> None:
+        span = self._open.get(record.lease)
+        if span is not None:
+            more = record.sms if isinstance(record, Lent) else -record.sms
+            self._change(record, lent=max(0, span.lent + more))
+
+    def _change(self, record: Resized | Released | Lent | Reclaimed, **to: Any) -> None:
+        span = self._open.get(record.lease)
+        if span is not None:
+            self._keep(span, record.time)
+            self._open[record.lease] = replace(span, start=record.time, end=record.time, **to)
+
+    def _end(self, lease: int, time: float) -> None:
+        span = self._open.pop(lease, None)
+        if span is not None:
+            self._keep(span, time)
+
+    def _keep(self, span: Span, end: float) -> None:
+        if end > span.start:
+            ended = replace(span, end=end)
+            self.services[span.service].sm_seconds += ended.sm_seconds
+            self.spans.append(ended)
+
+    def _answer(self, record: Granted | Refused | Expired | Cancelled) -> None:
+        """Count what a request came to."""
+        self.services[record.service].requests[type(record).__name__.lower()] += 1
+        if self._asked.pop(record.request, False):
+            self._note_waiting(record, -1)
+
+    def _note_waiting(
+        self, record: Queued | Granted | Refused | Expired | Cancelled, more: int
+    ) -> None:
+        self._queued[record.service] += more
+        self.waiting.append((record.time, record.service, self._queued[record.service]))
+
+    def all_spans(self, now: float) -> list[Span]:
+        """Return the spans, also those that have not ended, up to now."""
+        return [*self.spans, *(replace(span, end=now) for span in self._open.values())]
+
+    def end(self, time: float) -> None:
+        """End what is open: nothing is known from here on."""
+        for lease in tuple(self._open):
+            self._end(lease, time)

@@ -1,0 +1,104 @@
+"""Read a trace that `Pool.trace` wrote: the records in it, as a history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any, Final
+
+from greensched import records
+from greensched.errors import InvalidRequest, MissingPackage
+from greensched.observability.lease_history import LeaseHistory, TracedDevice
+
+#: What turns an annotation into a field of this type.
+_PARSERS: Final[dict[str, Callable[[Any], object]]] = {
+    "int": lambda value: int(value, 0) if isinstance(value, str) else int(value),
+    "int | None": lambda value: None if value == "" else int(value),
+    "tuple[str, ...]": lambda value: tuple(value.split(", ")),
+}
+
+
+@dataclass(slots=True)
+class RecordedTrace:
+    """What a trace tells. Times are in seconds of the pool's clock.
+
+    Attributes:
+        start, end: of the trace.
+        dropped: records that it lacks, because the disk was too slow.
+        is_complete: it has an end: the process did not die meanwhile.
+    """
+
+    devices: list[TracedDevice] = field(default_factory=list)
+    history: LeaseHistory = field(default_factory=LeaseHistory)
+    start: float = 0.0
+    end: float = 0.0
+    dropped: int = 0
+    is_complete: bool = False
+
+
+def read(path: Path) -> RecordedTrace:
+    """Read a trace. Blocks; the history of a long trace takes memory.
+
+    Raises:
+        MissingPackage: perfetto is not installed; says what to install.
+        InvalidRequest: the file cannot be read, or `Pool.trace` did not write it.
+    """
+    trace = RecordedTrace()
+    try:
+        with path.open("rb") as file:
+            for time, values in _annotated(file):
+                _add(trace, time, values)
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror}") from error
+    if not trace.devices:
+        raise InvalidRequest(f"{path} is not a trace that Pool.trace wrote")
+    trace.history.end(trace.end)
+    return trace
+
+
+def _add(trace: RecordedTrace, time: float, values: dict[str, Any]) -> None:
+    kind = values.pop("record")
+    if kind == "Device":
+        trace.devices.append(TracedDevice(**values))
+        trace.start = trace.end = time
+        return
+    trace.end = max(trace.end, time)
+    if kind == "Ended":
+        trace.dropped, trace.is_complete = values["dropped"], True
+        return
+    of_kind: type[records.Record] = getattr(records, kind)
+    made: dict[str, Any] = {"time": time}
+    for one in fields(of_kind):
+        if one.name == "context":
+            made[one.name] = Context()
+        elif one.name != "time":
+            value = values.get(one.name, "")
+            parse = _PARSERS.get(str(one.type))
+            made[one.name] = value if parse is None else parse(value)
+    trace.history.add(of_kind(**made))
+
+
+def _annotated(file: IO[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the time and the annotations of each event that stands for a record."""
+    try:
+        from google.protobuf import proto
+        from google.protobuf.message import DecodeError
+        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
+
+        from greensched.observability.perfetto_writer import PACKET, RECORD
+    except ImportError as error:
+        raise MissingPackage("a trace", "perfetto", "trace") from error
+    while file.read(1) == PACKET:
+        try:
+            packet = proto.parse_length_prefixed(TracePacket, file)
+        except (DecodeError, ValueError):
+            return  # the process died while it wrote this
+        annotations = packet.track_event.debug_annotations
+        if annotations and annotations[0].name == RECORD:
+            values = {
+                one.name: getattr(one, one.WhichOneof("value") or "string_value")
+                for one in annotations
+            }
+            yield packet.timestamp / 1e9, values
