@@ -100,7 +100,7 @@ def test_a_folder_of_headers_may_be_given(compiler: Any, tmp_path: Path) -> None
 
 def test_the_runtimes_headers_are_found(compiler: Any) -> None:
     """A source may include cuda_fp16.h without saying where it is."""
-    if not compiler._header_options():
+    if not compiler.header_folders():
         pytest.skip("no headers of the CUDA runtime: they come with greensched[nvrtc]")
     source = """
     #include <cuda_fp16.h>
@@ -111,7 +111,7 @@ def test_the_runtimes_headers_are_found(compiler: Any) -> None:
 
 def test_no_headers_are_no_error(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no headers are installed, or cuda-pathfinder is too old to look, none are offered."""
-    find = compiler._header_options.__wrapped__
+    find = compiler.header_folders.__wrapped__
     monkeypatch.setattr(nvrtc.pathfinder, "find_nvidia_header_directory", lambda name: None)
     assert find() == ()
     monkeypatch.delattr(nvrtc.pathfinder, "find_nvidia_header_directory")

@@ -87,7 +87,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Instead of a compiler: notes for which architecture what was compiled."""
     names: list[str] = []
 
-    def compiled(source: str, *, name: str, arch: str, options: object) -> bytes:
+    def compiled(source: str, *, name: str, arch: str, options: object, in_sandbox: bool) -> bytes:
         names.append(f"{name} {arch}")
         return name.encode()
 
@@ -313,7 +313,7 @@ def test_a_compilation_blocks_no_other_load(
     loader = loader_of(FakeDriver(), facts)
     other = Program.from_cubin(b"c", arch="sm_90", parameters={"g": ()}).kernel("g")
 
-    def compiled(source: str, *, name: str, arch: str, options: object) -> bytes:
+    def compiled(source: str, *, name: str, arch: str, options: object, in_sandbox: bool) -> bytes:
         thread = threading.Thread(target=loader.load, args=[other])
         thread.start()
         thread.join()

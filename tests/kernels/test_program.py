@@ -187,7 +187,9 @@ def test_the_image_is_live() -> None:
 def test_compiling_asks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program is compiled with its own source, name and options for the architecture asked."""
 
-    def compiled(source: str, *, name: str, arch: str, options: tuple[str, ...]) -> bytes:
+    def compiled(
+        source: str, *, name: str, arch: str, options: tuple[str, ...], in_sandbox: bool
+    ) -> bytes:
         return repr((source, name, arch, options)).encode()
 
     monkeypatch.setattr(cache, "compiled", compiled)

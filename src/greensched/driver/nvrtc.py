@@ -64,8 +64,8 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _header_options() -> tuple[str, ...]:
-    """Return the options for the installed headers, once per process.
+def header_folders() -> tuple[str, ...]:
+    """Return the folders of the installed headers, looked for once per process.
 
     CCCL is taken only from beside the runtime's headers: another toolkit on the machine may have
     another version.
@@ -75,7 +75,11 @@ def _header_options() -> tuple[str, ...]:
     if found is None:
         return ()
     folders = [Path(found), Path(found) / "cccl"]
-    return tuple(f"--include-path={folder}" for folder in folders if folder.is_dir())
+    return tuple(str(folder) for folder in folders if folder.is_dir())
+
+
+def _header_options() -> tuple[str, ...]:
+    return tuple(f"--include-path={folder}" for folder in header_folders())
 
 
 def version() -> tuple[int, int]:

@@ -27,8 +27,11 @@ import threading
 import warnings
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from greensched.kernels import sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,19 +46,31 @@ _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _MOST_IN_MEMORY = 256
 
 
-def compiled(source: str, *, name: str, arch: str, options: Sequence[str] = ()) -> bytes:
+def compiled(
+    source: str, *, name: str, arch: str, options: Sequence[str] = (), in_sandbox: bool = False
+) -> bytes:
     """Return the cubin of a CUDA source, compiled at most once.
 
     Blocks: in NVRTC (5 ms to know what it would compile, 25 ms and more to compile), on the disk.
+    In a sandbox 0.3 s and more (`sandbox.compile`), once for a source and the installed headers.
 
     Raises:
         CompileFailed: NVRTC refused the source, or the source includes files from outside its
             folders of headers; nothing is cached.
         DriverUnavailable: there is no NVRTC. It is needed even if the cubin is on disk, because the
             key has its version.
+        InvalidRequest, NotSupported: as `sandbox.compile`.
     """
     # Imported here because `import greensched` must not load cuda.bindings or NVRTC.
     from greensched.driver import nvrtc
+
+    if in_sandbox:
+        given = "sandbox" + sandbox.headers()
+        key = key_of(
+            source, given.encode(), name=name, arch=arch, options=options, nvrtc=nvrtc.version()
+        )
+        compile_source = partial(sandbox.compile, source, name=name, arch=arch, options=options)
+        return shared().get(key, compile_source)
 
     def read() -> bytes | None:
         return nvrtc.preprocess(source, name=name, arch=arch, options=options)

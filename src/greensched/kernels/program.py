@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import re
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from greensched.driver.types import CodeImage, KernelSpec
 from greensched.errors import InvalidRequest, NotSupported
-from greensched.kernels import cache
+from greensched.kernels import cache, sandbox
 from greensched.kernels.signature import Signatures
 from greensched.typing import CostModel, Parameter, Reference
 
@@ -39,18 +39,32 @@ class Program:
         name: the name of the source in compiler messages.
         options: options of NVRTC, such as `("--use_fast_math",)`. The device decides the
             architecture.
+        compile: `"trusted"`: in this process. `"sandbox"`: for source of strangers; in a process of
+            its own that can only read CUDA's headers, within limits (`kernels.sandbox`). It needs
+            Landlock and seccomp of Linux.
 
     Raises:
-        InvalidRequest: `options` is a single string.
+        InvalidRequest: `options` is a single string, `compile` is neither, or a sandbox does not
+            take the source, the name or an option.
     """
 
     def __init__(
-        self, source: str, *, name: str = "program.cu", options: Sequence[str] = ()
+        self,
+        source: str,
+        *,
+        name: str = "program.cu",
+        options: Sequence[str] = (),
+        compile: Literal["trusted", "sandbox"] = "trusted",  # noqa: A002
     ) -> None:
         if isinstance(options, str):
             raise InvalidRequest(
                 f"options={options!r} is a string: pass a sequence, such as [{options!r}]"
             )
+        if compile not in ("trusted", "sandbox"):
+            raise InvalidRequest(f'compile={compile!r}: give "trusted" or "sandbox"')
+        self._in_sandbox = compile == "sandbox"
+        if self._in_sandbox:
+            sandbox.check(source, name, options)
         self._name = name
         self._source = source
         self._options = tuple(options)
@@ -110,13 +124,20 @@ class Program:
         """Compile for an architecture such as `"sm_90"`, or return the cubin from the cache.
 
         Needs NVRTC, but no GPU. Blocks for tens of milliseconds or more (25 ms for a small kernel;
-        measured).
+        measured; in a sandbox 0.3 s or more).
 
         Raises:
-            CompileFailed: the source does not compile.
+            CompileFailed: the source does not compile, or not within the limits of a sandbox.
             DriverUnavailable: there is no NVRTC.
+            NotSupported: this kernel of Linux cannot restrict a process.
         """
-        return cache.compiled(self._source, name=self._name, arch=arch, options=self._options)
+        return cache.compiled(
+            self._source,
+            name=self._name,
+            arch=arch,
+            options=self._options,
+            in_sandbox=self._in_sandbox,
+        )
 
     def image(self, binary: bytes) -> CodeImage:
         """Return the argument of `Driver.load_code`.
