@@ -11,6 +11,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
+from greensched.integrations.opentelemetry import OBSERVED, TIMES
 from greensched.integrations.prometheus import METRICS, PoolCollector
 from helpers.promql import nodes
 
@@ -93,6 +94,14 @@ def test_every_metric_has_a_line_in_the_reference() -> None:
         for name, labels in labels_of().items()
     }
     assert listed == exported
+
+
+def test_every_instrument_of_opentelemetry_has_a_line_in_the_reference() -> None:
+    """The same page lists the instruments, with their units."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    listed = dict(re.findall(r"^\| `([a-z.]+\.[a-z_.]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    units = {name: unit for name, (_, unit, _, _) in OBSERVED.items()}
+    assert listed == units | {f"greensched.lease.{part}_time": "s" for part in TIMES}
 
 
 def test_every_alert_is_in_the_runbook() -> None:

@@ -25,14 +25,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import greensched
-from greensched import Durations, Pool, PoolState, ServiceStatistics
-from greensched.errors import InvalidRequest
-from greensched.integrations.reading import DeviceReading, PoolReading, read
-
-#: Pools that are left out: nothing of them changes any more.
-ENDED = (PoolState.CLOSED, PoolState.FORKED)
-#: How a request ends.
-OUTCOMES = ("granted", "cancelled", "expired", "refused")
+from greensched import Durations, Pool, ServiceStatistics
+from greensched.integrations.reading import (
+    OUTCOMES,
+    DeviceReading,
+    ExportedPools,
+    PoolReading,
+    read,
+)
 
 #: Every metric but its prefix `greensched_`: its kind, its text, its labels beside `pool`. A device
 #: is the UUID of a GPU; a service is a class, "" of requests without one.
@@ -127,7 +127,8 @@ def export(
             collector = PoolCollector()
             registry.register(collector)
             _collectors[registry] = collector
-    collector.add(pool, name)
+    collector.pools.add(pool, name)
+    pool.time_leases()
     return collector
 
 
@@ -135,17 +136,7 @@ class PoolCollector(Collector):
     """Collects the metrics of the pools that were given to `export`."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, weakref.ref[Pool]] = {}
-
-    def add(self, pool: Pool, name: str) -> None:
-        """Collect a pool, too. See `export`."""
-        with _lock:
-            for known, other in self._live():
-                if (other is pool) != (known == name):
-                    what = "this pool" if other is pool else "another pool"
-                    raise InvalidRequest(f"name={name!r}: {what} is exported as {known!r} already")
-            self._pools[name] = weakref.ref(pool)
-        pool.time_leases()
+        self.pools = ExportedPools()
 
     def describe(self) -> Iterable[Metric]:
         """Return every metric without samples: the registry looks for their names."""
@@ -154,21 +145,12 @@ class PoolCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return every metric of every pool that is not closed."""
         families = _families()
-        with _lock:
-            pools = self._live()
-        for name, pool in pools:
+        for name, pool in self.pools.live():
             _Samples(families, name).add_pool(read(pool))
         return families.values()
 
-    def _live(self) -> list[tuple[str, Pool]]:
-        """Return the pools that are not closed, and forget the others."""
-        found = [(name, reference()) for name, reference in self._pools.items()]
-        live = [(name, pool) for name, pool in found if pool and pool.state not in ENDED]
-        self._pools = {name: weakref.ref(pool) for name, pool in live}
-        return live
 
-
-#: The collector of each registry. The lock is never held while a pool is read.
+#: The collector of each registry.
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, PoolCollector] = (
     weakref.WeakKeyDictionary()
 )

@@ -1,13 +1,54 @@
-"""What exporters of metrics read of a pool: its state, its statistics, and its devices."""
+"""What exporters of metrics read of pools: their state, statistics, and devices."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from greensched import Device, LeaseInfo, Pool, PoolStatistics
-from greensched.errors import PoolClosed
+from greensched import Device, LeaseInfo, Pool, PoolState, PoolStatistics
+from greensched.errors import InvalidRequest, PoolClosed
 from greensched.integrations.health import fault_of
+
+#: Pools that are left out: nothing of them changes any more.
+ENDED = (PoolState.CLOSED, PoolState.FORKED)
+#: How a request ends.
+OUTCOMES = ("granted", "cancelled", "expired", "refused")
+
+
+class ExportedPools:
+    """The pools of one exporter, by name. Keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, weakref.ref[Pool]] = {}
+        self._lock = threading.Lock()  # not held while a pool is read
+
+    def add(self, pool: Pool, name: str) -> bool:
+        """Add a pool, until it is closed; return whether it is a new one.
+
+        Raises:
+            InvalidRequest: another pool has the name, or this pool has another name.
+        """
+        with self._lock:
+            for known, other in self._live():
+                if (other is pool) != (known == name):
+                    what = "this pool" if other is pool else "another pool"
+                    raise InvalidRequest(f"name={name!r}: {what} is exported as {known!r} already")
+            is_new = name not in self._pools
+            self._pools[name] = weakref.ref(pool)
+            return is_new
+
+    def live(self) -> list[tuple[str, Pool]]:
+        """Return the pools that are not closed, and forget the others."""
+        with self._lock:
+            return self._live()
+
+    def _live(self) -> list[tuple[str, Pool]]:
+        found = [(name, reference()) for name, reference in self._pools.items()]
+        live = [(name, pool) for name, pool in found if pool and pool.state not in ENDED]
+        self._pools = {name: weakref.ref(pool) for name, pool in live}
+        return live
 
 
 @dataclass(slots=True)
