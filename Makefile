@@ -5,6 +5,7 @@
 #   make faults         run the tests of the faults in tests/faults/cases.toml, and print each with its result
 #   make check          lint, format, types, import contracts, spelling
 #   make docs           build the documentation in .build/site, warnings as errors
+#   make screens        draw the pictures of `greensched top` in docs/reference
 #   make docs-serve     show it on http://127.0.0.1:8000, or PORT=...
 #   make check-counts   files that an operation passes; with STANDIN=..., driver calls of the hot paths
 #   make check-extras   resolve every extra beside the newest torch; installs nothing
@@ -45,7 +46,7 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo docs docs-serve test faults check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
+.PHONY: demo docs screens docs-serve test faults check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -76,6 +77,9 @@ endif
 
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs $(SITE) $(ARGS)
+
+screens: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.screens docs/reference
 
 docs-serve: docs
 	$(DOCS)/bin/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)

@@ -24,6 +24,7 @@ WRONG = {
     "measure": ([], "nothing to measure: give a model file, or --host"),
     "plan": ([], "Missing argument 'SIZES...'"),
     "simulate": (["--slo", "first"], "gives no seconds by class, such as first=0.5,between=0.05"),
+    "top": (["--interval", "0"], "0.0 is not in the range x>0"),
 }
 LOADED = """
 import sys

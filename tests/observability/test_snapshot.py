@@ -261,7 +261,7 @@ def test_free_sms_are_kept_for_a_reserve() -> None:
     assert_says(
         scene.why(scene.ask(48, "other")),
         "reserve",
-        "needs 48 SMs; 92 are free on device 0, but for reserves: 64 of 'critical'",
+        "needs 48 SMs; 92 are free on device 0, of which reserves keep 64 for 'critical'",
     )
 
 

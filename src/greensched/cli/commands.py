@@ -314,6 +314,29 @@ def bench(driver: str | None, as_json: bool) -> None:
 
 
 @greensched.command()
+@click.argument("pool", required=False, metavar="[PID|PATH]")
+@click.option("--interval", type=SECONDS, default=1.0, help="Seconds between two screens.")
+@click.option("--once", is_flag=True, help="Print one screen, and end.")
+@_json_option
+def top(pool: str | None, interval: float, once: bool, as_json: bool) -> None:
+    """Watch the pools of running programs.
+
+    Shows which lease has which SMs, what waits and why, and what each class takes, of every pool
+    that is open with Pool(socket=True); or those of one process, or the one at the PATH of its
+    socket. Ctrl-C ends it. With --json it prints a list of snapshots in one line at each interval.
+    """
+    from contextlib import suppress
+
+    from rich.console import Console
+
+    from greensched.cli import top
+
+    console = Console(highlight=False, markup=False)
+    with suppress(KeyboardInterrupt):
+        top.top(pool, interval=interval, once=once, as_json=as_json, console=console)
+
+
+@greensched.command()
 @click.argument("model", required=False, type=FILE)
 @click.option("--host", is_flag=True, help="Measure the host's part of each operation, too.")
 @click.option("--out", type=FILE, help="Write the file here that `simulate --tables` reads.")

@@ -138,8 +138,8 @@ def _kept(facts: _Facts) -> tuple[Reason, str]:
     owners = [one for one in allocator.reservations[device].owners if one is not facts.state]
     kept = {one.name: one.reserved_free * size for one in owners if one.reserved_free}
     if kept and facts.free - sum(kept.values()) < sms:
-        parts = " and ".join(f"{count} of {name!r}" for name, count in kept.items())
-        return "reserve", f"{have}, but for reserves: {parts}"
+        parts = " and ".join(f"{count} for {name!r}" for name, count in kept.items())
+        return "reserve", f"{have}, of which reserves keep {parts}"
     return "order", f"{have}: requests before it go first"
 
 

@@ -1,0 +1,419 @@
+"""`greensched top`: what running pools do, from their sockets, as a screen that is drawn again."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from greensched.cli.terminal import print_json
+from greensched.errors import InvalidRequest, SocketUnavailable
+from greensched.observability.snapshot_client import find_sockets, read_snapshot
+
+#: What `Snapshot.as_dict` returns, and its parts.
+Found = Mapping[str, Any]
+
+#: Colours of classes, by 256-colour number: each has a contrast of at least 3 to black and to
+#: white, so that the screen can be read on both.
+COLOURS = (33, 166, 70, 162, 97, 37, 136, 203)
+#: How the SMs of a cell are drawn, and where a terminal has ASCII alone.
+FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·."}  # noqa: RUF001  a hatch
+#: Columns from which the table of classes has all of them.
+WIDE = 150
+#: Leases and events that are shown.
+MOST_LEASES, MOST_EVENTS = 5, 5
+OPEN = "open"
+
+
+def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console: Console) -> None:
+    """Show pools until interrupted, or once.
+
+    Args:
+        pool: a process, or the path of a socket; None: every pool of this user with a socket.
+        interval: seconds between two screens.
+        once: end after the first.
+        as_json: print a list of snapshots instead: each in one line, if they go on.
+        console: where to.
+
+    Raises:
+        SocketUnavailable, InvalidRequest: there is no pool, or no pool any more.
+    """
+    if as_json and once:
+        print_json(read(pool)[0])
+    elif as_json:
+        while True:
+            print(json.dumps(read(pool)[0]), flush=True)
+            time.sleep(interval)
+    elif once:
+        console.print(Screen(*read(pool)))
+    else:
+        _go_on(pool, interval, console)
+
+
+def _go_on(pool: str | None, interval: float, console: Console) -> None:
+    """Draw one screen after another: over the last one on a terminal, else below it."""
+    before: list[Found] = []
+    if not console.is_terminal:
+        while True:
+            found, problems = read(pool)
+            console.print(Screen(found, problems, before), "")
+            before = found
+            time.sleep(interval)
+    found, problems = read(pool)
+    with Live(Screen(found, problems), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            before, (found, problems) = found, read(pool)
+            live.update(Screen(found, problems, before), refresh=True)
+
+
+def read(pool: str | None) -> tuple[list[Found], list[str]]:
+    """Return a snapshot of each pool, and what is wrong with those that have none.
+
+    Raises:
+        SocketUnavailable, InvalidRequest: there is none at all.
+    """
+    if pool is not None and not pool.isdecimal():
+        return [read_snapshot(Path(pool))], []
+    pid = None if pool is None else int(pool)
+    found: list[Found] = []
+    problems: list[SocketUnavailable] = []
+    for path in find_sockets(pid):
+        try:
+            found.append(read_snapshot(path))
+        except SocketUnavailable as error:
+            problems.append(error)
+    if found:
+        return found, list(map(str, problems))
+    if problems:
+        raise problems[0]
+    raise InvalidRequest(_nothing(pid))
+
+
+def _nothing(pid: int | None) -> str:
+    """Say why there is no pool to show."""
+    remedy = "open it with Pool(socket=True)"
+    if pid is None:
+        return f"no pool of this user has a socket: {remedy}"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"there is no process {pid}"
+    except PermissionError:
+        return f"process {pid} is another user's"
+    return f"process {pid} has no pool with a socket: {remedy}"
+
+
+# -- the screen ----------------------------------------------------------------------------------
+
+
+class Screen:
+    """What rich draws of pools, as wide as the console is.
+
+    Args:
+        found: their snapshots.
+        problems: a line for each pool that gave none.
+        before: earlier snapshots: SM-time and grants are then those since.
+    """
+
+    def __init__(
+        self, found: Iterable[Found], problems: Iterable[str] = (), before: Iterable[Found] = ()
+    ) -> None:
+        self._found = tuple(found)
+        self._problems = tuple(problems)
+        self._before = tuple(before)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, found in enumerate(self._found):
+            if number:
+                yield Text()
+            before = [one for one in self._before if _is_same(one, found)]
+            yield _Pool(found, before[0] if before else None, options).drawn()
+        for problem in self._problems:
+            yield Text(_printable(problem), "yellow")
+
+
+def _is_same(one: Found, other: Found) -> bool:
+    """Return whether two snapshots are of one pool: its devices are no other's."""
+    uuids = [[device["uuid"] for device in found["devices"]] for found in (one, other)]
+    return bool(one["pid"] == other["pid"] and uuids[0] == uuids[1])
+
+
+class _Pool:
+    """One pool on the screen."""
+
+    def __init__(self, found: Found, before: Found | None, options: ConsoleOptions) -> None:
+        self._found = found
+        self._before = before
+        self._width = options.max_width
+        self._is_wide = options.max_width >= WIDE
+        self._fill = {name: fills[options.ascii_only] for name, fills in FILLS.items()}
+        self._services = [one for one in found["services"] if one["name"] or _is_used(one)]
+        names = [one["name"] for one in self._services]
+        self._letters = _letters(names)
+        self._styles = {
+            name: Style.parse(f"color({COLOURS[i % len(COLOURS)]})") for i, name in enumerate(names)
+        }
+
+    def drawn(self) -> Group:
+        """Return all its parts."""
+        parts: list[Any] = [self._title(), self._counts()]
+        parts += [Text(_printable(one), "yellow") for one in self._found["degraded"]]
+        for device in self._found["devices"]:
+            parts += [Text(), *self._device(device)]
+        if self._services:
+            parts += [self._legend(), Text(), self._classes()]
+        parts += self._waiting()
+        parts += self._leases()
+        parts += self._events()
+        return Group(*parts)
+
+    # -- the pool --------------------------------------------------------------------------------
+
+    def _title(self) -> Text:
+        found = self._found
+        state = Text(found["state"], "bold green" if found["state"] == OPEN else "bold red")
+        title = Text.assemble(("greensched", "bold"), f" process {found['pid']}: ", state)
+        if found["driver"]:
+            title.append(f", driver {found['driver']}, policy {_printable(found['policy'])}")
+            title.append(f", wake p99 {_seconds(found['wake_p99'])}")
+        return title
+
+    def _counts(self) -> Text:
+        found, before = self._found, self._before
+        rate = ""
+        if before is not None and found["time"] > before["time"]:
+            per_s = (found["granted"] - before["granted"]) / (found["time"] - before["time"])
+            rate = f" ({per_s:,.0f}/s)"
+        full = "bold red" if found["waiting"] and found["waiting"] >= found["max_waiting"] else ""
+        return Text.assemble(
+            (f"{found['waiting']:,} of {found['max_waiting']:,} waiting", full),
+            f", {found['granted']:,} granted{rate}, {found['cancelled']:,} cancelled, ",
+            f"{found['expired']:,} expired, {found['refused']:,} refused",
+        )
+
+    # -- devices ---------------------------------------------------------------------------------
+
+    def _device(self, device: Found) -> list[Text]:
+        sms = dict.fromkeys(("free", "leased", "draining"), 0)
+        for cell in device["cells"]:
+            sms[cell["state"]] += cell["sms"]
+        said = ", ".join(f"{count} {state}" for state, count in sms.items())
+        title = Text.assemble(
+            (f"device {device['device']}", "bold"), f" {_printable(device['name'])}, ",
+            f"{device['sms']} SMs: {said}",
+        )  # fmt: skip
+        if self._is_wide:
+            title.append(f"  {device['uuid']}", "dim")
+        failed = [Text(_printable(device["failure"]), "bold red")] if device["failure"] else []
+        return [title, *failed, *self._strip(device["cells"])]
+
+    def _strip(self, cells: list[Found]) -> list[Text]:
+        """Return lines of cells: a letter where a lease begins, then what its SMs do."""
+        each = max(2, min(8, self._width // max(1, len(cells))))
+        lines, of_line = [], self._width // each
+        for start in range(0, len(cells), of_line):
+            line = Text(no_wrap=True, end="\n")
+            last: object = None
+            for cell in cells[start : start + of_line]:
+                name, fill, style = self._cell(cell)
+                begins = (cell["leases"], name) != last
+                last = cell["leases"], name
+                mark = self._letters.get(name, fill) if begins else fill
+                if cell["state"] == "free":
+                    mark = mark.lower()
+                line.append(mark + fill * (each - 1), style)
+            lines.append(line)
+        return lines
+
+    def _cell(self, cell: Found) -> tuple[str, str, Style]:
+        """Return the class whose letter and colour a cell has, its fill, and its style."""
+        owner = cell["owner"]
+        if cell["state"] == "free":
+            return owner, self._fill["free"], self._styles.get(owner, Style()) + Style(dim=True)
+        name = cell["services"][0]
+        style = self._styles.get(name, Style())
+        if len(cell["services"]) > 1:
+            style += Style(bold=True)
+        if cell["state"] == "draining":
+            return name, self._fill["draining"], style
+        if owner and owner != name:
+            return name, self._fill["lent"], style
+        return name, self._fill["leased"], style
+
+    def _legend(self) -> Text:
+        parts = [f"{self._fill[name]} {name}" for name in ("leased", "lent", "draining", "free")]
+        return Text("  ".join([*parts, "small letter: free, kept for its class"]), "dim")
+
+    # -- classes ---------------------------------------------------------------------------------
+
+    def _label(self, name: str) -> Text:
+        shown = _printable(name) or "no class"
+        return Text(f"{self._letters[name]} {shown}", self._styles[name])
+
+    def _classes(self) -> Table:
+        padding = (0, 2 if self._is_wide else 1, 0, 0)
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=padding)
+        table.add_column("\nclass", overflow="ellipsis", no_wrap=True, max_width=24)
+        columns: list[tuple[str, Callable[[Found], object]]] = [
+            ("\nreserve", lambda one: one["reserve"]),
+            ("\nSMs", lambda one: one["sms"]),
+            ("drain-\ning", lambda one: one["sms_draining"]),
+            ("\nlent", lambda one: one["sms_lent"]),
+            ("wait-\ning", lambda one: one["waiting"]),
+            ("wait\np50", lambda one: _seconds(one["wait_p50"])),
+            ("wait\np99", lambda one: _seconds(one["wait_p99"])),
+            ("use\np50", lambda one: _seconds(one["use_p50"])),
+            ("use\np99", lambda one: _seconds(one["use_p99"])),
+            ("SM\ntime", self._sm_time),
+            ("\ndue", lambda one: _part(one["share"])),
+        ]
+        if self._is_wide:
+            columns += [
+                ("drain\np99", lambda one: _seconds(one["drain_p99"])),
+                ("\nborrowed", lambda one: one["sms_borrowed"]),
+                ("\ncap", lambda one: "-" if one["cap"] is None else one["cap"]),
+                ("\ngranted", lambda one: f"{one['granted']:,}"),
+                ("\ncancelled", lambda one: f"{one['cancelled']:,}"),
+                ("\nexpired", lambda one: f"{one['expired']:,}"),
+                ("\nrefused", lambda one: f"{one['refused']:,}"),
+            ]
+        for name, _ in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self._services:
+            cells = [str(value(one)) for _, value in columns]
+            table.add_row(self._label(one["name"]), *cells)
+        return table
+
+    def _sm_time(self, service: Found) -> str:
+        """Return its part of the SM-time: since the earlier snapshot, if any was used since."""
+        if self._before is not None and service["sm_seconds"] is not None:
+            earlier = {one["name"]: one["sm_seconds"] or 0.0 for one in self._before["services"]}
+            used = {
+                one["name"]: (one["sm_seconds"] or 0.0) - earlier.get(one["name"], 0.0)
+                for one in self._found["services"]
+            }
+            if sum(used.values()) > 0:
+                return _part(used[service["name"]] / sum(used.values()))
+        return _part(service["sm_time"])
+
+    # -- what waits, what is held, what happened -------------------------------------------------
+
+    def _rows(self, title: str, rows: list[tuple[Any, ...]]) -> list[Any]:
+        """Return a titled table; its last column takes the space that is left."""
+        if not rows:
+            return []
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+        for number in range(len(rows[0])):
+            is_last = number == len(rows[0]) - 1
+            table.add_column(no_wrap=not is_last, overflow="fold" if is_last else "ellipsis")
+        for row in rows:
+            table.add_row(*row)
+        return [Text(), Text(title, "bold"), table]
+
+    def _waiting(self) -> list[Any]:
+        firsts = [(one["name"], one["first"]) for one in self._services if one["first"]]
+        rows = [
+            (
+                self._label(name),
+                Text(_printable(first["holder"])[:24]),
+                Text(_seconds(first["waited"])),
+                Text(_printable(first["text"])),
+            )
+            for name, first in firsts
+        ]
+        return self._rows("waiting: the first request of each class", rows)
+
+    def _leases(self) -> list[Any]:
+        now, several = self._found["time"], len(self._found["devices"]) > 1
+        leases = [lease for device in self._found["devices"] for lease in device["leases"]]
+        leases.sort(key=lambda lease: lease["since"])
+        rows = []
+        for lease in leases[:MOST_LEASES]:
+            where = f"device {lease['device']}, " if several else ""
+            since, place = lease["draining_since"], lease["place"].rpartition("/")[2]
+            state = "" if since is None else f"draining {_seconds(now - since)} "
+            rows.append(
+                (
+                    self._label(lease["service"]),
+                    Text(_printable(lease["holder"])[:24]),
+                    Text(_seconds(now - lease["since"])),
+                    Text(f"{lease['sms']} SMs, {where}{_cells(lease)}"),
+                    Text(f"{state}{_printable(place)}"),
+                )
+            )
+        more = len(leases) - len(rows)
+        return self._rows("the oldest leases" + (f", of {len(leases)}" if more else ""), rows)
+
+    def _events(self) -> list[Any]:
+        now, times = self._found["time"], dict[str, list[float]]()
+        for event in reversed(self._found["events"]):
+            times.setdefault(event["text"], []).append(event["time"])
+        rows = []
+        for text, at in list(times.items())[:MOST_EVENTS]:
+            often = f" ({len(at)} times)" if len(at) > 1 else ""
+            when = Text(f"{_seconds(now - at[0])} ago", justify="right")
+            rows.append((when, Text(f"{_printable(text)}{often}")))
+        return self._rows("the last events", rows)
+
+
+def _is_used(service: Found) -> bool:
+    return bool(service["granted"] or service["waiting"] or service["refused"])
+
+
+def _letters(names: Iterable[str]) -> dict[str, str]:
+    """Return a capital letter for each class: its first, or another one that is left."""
+    letters: dict[str, str] = {}
+    for name in names:
+        wanted = [one for one in name.upper() if one in string.ascii_uppercase]
+        left = [one for one in (*wanted, *string.ascii_uppercase) if one not in letters.values()]
+        letters[name] = left[0] if name and left else "*"
+    return letters
+
+
+def _cells(lease: Found) -> str:
+    """Return the numbers of its cells, as ranges."""
+    ranges: list[list[int]] = []
+    for number in range(lease["cells"].bit_length()):
+        if lease["cells"] >> number & 1:
+            if ranges and ranges[-1][-1] == number - 1:
+                ranges[-1][1:] = [number]
+            else:
+                ranges.append([number])
+    one = ranges == [[number] for number, *_ in ranges] and len(ranges) == 1
+    return ("cell " if one else "cells ") + ", ".join("-".join(map(str, each)) for each in ranges)
+
+
+def _printable(text: str) -> str:
+    """Return text without what could steer a terminal: a name may hold anything."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _seconds(seconds: float | None) -> str:
+    """Return a time with two digits, in the unit that suits it."""
+    if seconds is None:
+        return "-"
+    if seconds >= 99.5:
+        return f"{seconds / 60:.0f}min" if seconds < 5970 else f"{seconds / 3600:.0f}h"
+    for scale, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * scale >= 0.995:
+            return _two_digits(seconds * scale) + unit
+    return _two_digits(seconds * 1e6) + "us"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0")
+
+
+def _part(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.0f}%"
