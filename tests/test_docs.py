@@ -81,20 +81,15 @@ def test_every_program_of_the_pages_runs() -> None:
     assert not wrong, "\n".join(f"{name}:\n{error}" for name, error in wrong.items())
 
 
-def test_the_readme_has_ten_lines_that_run() -> None:
-    """README's first program is ten lines, and prints what its comment says."""
-    first = blocks(ROOT / "README.md", "python")[0]
-    assert len([line for line in first.splitlines() if line.strip()]) == 10
-    promised = re.findall(r"print\(.*# (.*)", first)
-    assert promised == [run(first).stdout.strip()]
+def test_the_readme_is_short() -> None:
+    """It has 90 lines at most, and its program, which needs torch, 12 (test_torch.py runs it)."""
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 90
+    [program] = blocks(readme, "py")
+    assert len([line for line in program.splitlines() if line.strip()]) <= 12
 
 
 # -- pages ------------------------------------------------------------------------------------
-
-
-def test_the_readme_is_short() -> None:
-    """README is under 110 lines."""
-    assert len((ROOT / "README.md").read_text().splitlines()) < 110
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

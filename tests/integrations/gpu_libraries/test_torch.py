@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+import sys
 import threading
 import types
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -32,6 +37,25 @@ def run(main: Any) -> Any:
         return clock.run(main, driver)
     finally:
         assert not driver.live()
+
+
+def test_the_program_of_the_readme_runs() -> None:
+    """Without a GPU, torch's tensors are on the CPU and the partition is simulated."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    program = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)[0]
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        program = program.replace(".cuda()", "").replace(', device="cuda"', "")
+        environment["GREENSCHED_DRIVER"] = "simulated:h200"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "16 torch.Size([8, 4096])\n"
 
 
 def test_a_model_runs_in_a_partition() -> None:

@@ -1,4 +1,4 @@
-"""docs/how-to/fastapi.md, followed to the letter: its application, and its tests of it."""
+"""The tutorial and docs/how-to/fastapi.md, to the letter: their applications, tested by theirs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from greensched import PoolState
 from greensched.driver.simulated import cost
 from greensched.integrations.testing import SimGPU, SimPool
 
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "fastapi.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def block(kind: str, number: int = 0) -> str:
+def block(page: str, kind: str, number: int = 0) -> str:
     """A block of a kind."""
-    found = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    text = (DOCS / page).read_text()
+    found = re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return str(found[number])
 
 
-def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
-    """Copied into a folder, both give three passing tests."""
-    (tmp_path / "app.py").write_text(block("python"))
-    (tmp_path / "test_app.py").write_text(block("py"))
+@pytest.mark.parametrize(
+    ("page", "app", "tests", "passed"),
+    [
+        ("how-to/fastapi.md", ("python", 0), ("py", 0), 3),
+        ("tutorial.md", ("py", 0), ("py", 1), 2),
+    ],
+)
+def test_the_pages_tests_pass_on_the_pages_application(
+    page: str, app: tuple[str, int], tests: tuple[str, int], passed: int, tmp_path: Path
+) -> None:
+    """Copied into a folder, both give passing tests."""
+    (tmp_path / "app.py").write_text(block(page, *app))
+    (tmp_path / "test_app.py").write_text(block(page, *tests))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -36,13 +48,13 @@ def test_the_pages_tests_pass_on_the_pages_application(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "3 passed" in done.stdout
+    assert f"{passed} passed" in done.stdout
 
 
 async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
     """It has all free SMs, including the borrowed reserve, returns those, and ends at once."""
     page: dict[str, Any] = {"__name__": "app"}
-    exec(block("python", 1), page)
+    exec(block("how-to/fastapi.md", "python", 1), page)
     page["step"] = cost(0.005)(page["step"])
     pool = sim_pool(services=page["CLASSES"], max_waiting=8)
     app = page["create_app"](pool)
