@@ -1,12 +1,15 @@
-"""Checks of values that callers pass: numbers (also numpy's), named options, device ordinals."""
+"""Checks of values that callers pass: numbers (also numpy's), named options, device ordinals.
+
+And the refusal to copy what stands for something on a device.
+"""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
-from greensched.errors import InvalidRequest
+from greensched.errors import InvalidRequest, NotCopyable
 
 
 def as_float(value: object) -> float:
@@ -68,3 +71,17 @@ def ordinals(devices: object) -> tuple[int, ...]:
             f"devices={devices!r}: give ordinals, at least one and each once, such as [0, 1]"
         )
     return chosen
+
+
+class Uncopyable:
+    """An object that stands for something on a device, which a copy would stand for, too."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        """Refuse `copy`, `pickle`, and what uses them: multiprocessing, Ray, joblib.
+
+        Raises:
+            NotCopyable: always.
+        """
+        raise NotCopyable(type(self).__name__)

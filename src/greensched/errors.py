@@ -185,6 +185,18 @@ class WrongDevice(InvalidRequest):
         super().__init__(f"{what} belongs to device {has}, and this is device {wants}")
 
 
+class NotCopyable(GreenschedError, TypeError):
+    """A pool, a partition, or another object of a device was copied or pickled."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(
+            f"a {kind} cannot be copied or pickled, because it stands for something on a GPU in "
+            "this process: share the object itself, or open a pool in the other process and send "
+            "it arrays and sizes"
+        )
+
+
 class DeviceTaken(InvalidRequest):
     """Another pool is on the device; both would cut it into overlapping partitions.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeV
 
 import anyio
 
-from greensched._validation import as_float, is_count, one_of, ordinals
+from greensched._validation import Uncopyable, as_float, is_count, one_of, ordinals
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
@@ -53,7 +53,7 @@ GRACE = 5.0
 MAX_WAITING = 1024
 
 
-class Pool:
+class Pool(Uncopyable):
     """SMs of one or more devices, leased to async tasks. Open it with `async with`.
 
     The constructor touches neither CUDA nor an event loop: call it at import, on any thread.

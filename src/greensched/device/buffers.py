@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from greensched._validation import Uncopyable
 from greensched.device import dlpack
 from greensched.device.device import Device
 from greensched.device.health import DeviceHealth
@@ -66,7 +67,7 @@ class BoundUser(Protocol):
     def share(self) -> None: ...
 
 
-class Closable(abc.ABC):
+class Closable(Uncopyable, abc.ABC):
     """An object to be closed by its user; one that is only collected is closed, and warns."""
 
     __slots__ = ("__weakref__", "is_closed", "is_known")

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from greensched import driver as drivers
 from greensched._cleanup import run_all
+from greensched._validation import Uncopyable
 from greensched.context import Context, check_flags
 from greensched.device import await_guard
 from greensched.device.health import DeviceHealth
@@ -25,7 +26,7 @@ from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 await_guard.skip_frames_of(__name__)
 
 
-class Device:
+class Device(Uncopyable):
     """A GPU. Creating one initialises the driver, which may block; it allocates no memory.
 
     The primary context is retained when first needed, and released by `close()`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 
+from greensched._validation import Uncopyable
 from greensched.device.current_context import ContextScope, Enterable
 from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
@@ -18,7 +19,7 @@ from greensched.typing import CacheConfig, ContextFlags, Limit
 MAX_BYTES = 2**64 - 1
 
 
-class ContextLimits(abc.ABC):
+class ContextLimits(Uncopyable, abc.ABC):
     """Typed properties for everything that a context can be set to.
 
     Reading never waits. Assigning may wait until the device is idle (a stack that grows): not for

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
 
+from greensched._validation import Uncopyable
 from greensched.device.health import DeviceHealth
 from greensched.device.resources import DeviceResources
 from greensched.driver.interface import Driver
@@ -62,7 +63,7 @@ class StreamContext(Protocol):
     def close_stream(self, handle: StreamHandle) -> None: ...
 
 
-class Event:
+class Event(Uncopyable):
     """A point in a stream's work. Made by `Context.create_event` or `Stream.record`."""
 
     __slots__ = ("context", "handle", "is_closed")
@@ -118,7 +119,7 @@ class Event:
         return f"<Event {'closed' if self.is_closed else f'of {self.context!r}'}>"
 
 
-class Stream:
+class Stream(Uncopyable):
     """A non-blocking stream of a context: work on it runs in order, on its context's SMs.
 
     Made by `Context.create_stream` or `Device.create_stream`. It may be used from any thread.

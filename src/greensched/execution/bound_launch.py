@@ -14,6 +14,7 @@ from greensched.errors import (
     CUDAError,
     DeviceFault,
     DeviceLost,
+    NotCopyable,
     PartitionClosed,
     WouldBlock,
     wrong_thread,
@@ -381,6 +382,9 @@ class BoundLaunch:
             self._lease.executor.health.fail(error)
             raise DeviceLost(error) from None
         raise error
+
+    def __reduce_ex__(self, _: object) -> NoReturn:  # no base class: it is compiled
+        raise NotCopyable("BoundLaunch")
 
     def __repr__(self) -> str:
         return f"<BoundLaunch {self._name}{' (closed)' if self.is_closed else ''}>"

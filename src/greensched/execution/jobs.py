@@ -10,6 +10,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Generic, Protocol
 
+from greensched._validation import Uncopyable
 from greensched.device.buffers import Closable
 from greensched.device.tickets import StreamOwner, TicketedStream
 from greensched.errors import WouldBlock, WrongThread
@@ -32,7 +33,7 @@ class JobLease(Protocol):
     poller: CompletionPoller
 
 
-class Job(Generic[T]):
+class Job(Uncopyable, Generic[T]):
     """Work that was submitted: await it, query it, or leave it to the end of the partition's block.
 
     Any number of tasks may await it, on any loop, any number of times. Cancelling a task that

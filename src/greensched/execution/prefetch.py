@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy.typing as npt
 
+from greensched._validation import Uncopyable
 from greensched.device import staging_ring
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
@@ -24,7 +25,7 @@ from greensched.execution.lease import Lease
 Array = npt.NDArray[Any]
 
 
-class Prefetcher:
+class Prefetcher(Uncopyable):
     """The asynchronous iterator of buffers that `Partition.prefetch` returns; for one task.
 
     Args:

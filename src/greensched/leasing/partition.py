@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from greensched._validation import Uncopyable
 from greensched.context import Context
 from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.device import Device
@@ -34,7 +35,7 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 
-class AsyncBlock:
+class AsyncBlock(Uncopyable):
     """What is used with `async with` alone: says so where it is awaited, or used with `with`."""
 
     __slots__ = ()

@@ -25,6 +25,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from greensched._asynclib import in_event_loop
+from greensched._validation import Uncopyable
 from greensched.device.device import Device
 from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop import current_adapter, holder_override
@@ -164,7 +165,7 @@ class _LoopThread:
                 started.set_exception(error)
 
 
-class SyncPool:
+class SyncPool(Uncopyable):
     """The pool for threads without a loop. Made by `pool.sync`.
 
         with pool.sync, pool.sync.partition(16) as p:
@@ -400,7 +401,7 @@ def _blocking(
     return blocking
 
 
-class SyncPartition:
+class SyncPartition(Uncopyable):
     """A lease, for threads without a loop: where `Partition` returns a job, this waits for it.
 
     For any thread, inside the block. Arguments, values and errors are those of the methods of
