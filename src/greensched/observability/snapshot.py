@@ -79,8 +79,12 @@ class ServiceSnapshot:
             reserve.
         sm_time: the part of the SM-time of all classes that it had; None: not known yet.
         sm_seconds: what its leases took since the start; None: not counted.
-        wait_p50, wait_p99, use_p50, use_p99, drain_p99: bounds below which so many waits for a
-            grant, leases, and drains of ended leases were; None: of none, or leases are not timed.
+        wait_p50: half of the waits for a grant were shorter; None: of no wait, or leases are not
+            timed (`Pool.time_leases`).
+        wait_p99: 99 % of the waits were shorter.
+        use_p50: half of the leases were shorter.
+        use_p99: 99 % of the leases were shorter.
+        drain_p99: 99 % of the drains of ended leases were shorter.
         first: its first queued request; None: none is queued.
     """
 
