@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import anyio
 import pytest
 
+import greensched
 from greensched import ALL, Pool, ServiceClass
 from greensched.driver import simulated
 
@@ -84,3 +86,67 @@ def test_others_are_not_named(warned: Any, holder: Any) -> None:
 def test_a_request_that_its_own_class_keeps_waiting_blames_none(warned: Any) -> None:
     """The cap of its class is what it waits for."""
     assert not warned(idle_holder, service="capped")
+
+
+async def forgotten_holder(pool: Pool) -> None:
+    """Hold a size for very long, without any work."""
+    async with pool.partition(112, service="decode"):
+        await anyio.sleep(100)
+
+
+@pytest.mark.fault("A12")
+@pytest.mark.parametrize("notes", [False, True])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_lease_that_is_held_very_long_is_named_once(
+    notes: bool, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line says where its task waits, and, where that is noted, where it was taken."""
+    clock = simulated.VirtualClock()
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        hang_after = 1000 if notes else None
+        async with (
+            Pool(driver=driver, services=CLASSES, hang_after=hang_after) as pool,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(forgotten_holder, pool)
+            await anyio.sleep(0.1)
+            with anyio.move_on_after(29) as short:
+                async with pool.partition(32):
+                    pass
+            assert short.cancelled_caught
+            assert not caplog.records
+            with anyio.move_on_after(60):
+                async with pool.partition(32):
+                    pass
+            tasks.cancel_scope.cancel()
+
+    with caplog.at_level(logging.WARNING, "greensched"):
+        clock.run(main, backend=backend)
+    driver.close()
+    (record,) = caplog.records
+    line = forgotten_holder.__code__.co_firstlineno + 2
+    is_noted = notes or sys.flags.dev_mode
+    taken = f"{__file__}:{line}" if is_noted else "an unknown place"
+    said = record.getMessage()
+    assert f"took at {taken} has held 112 SMs of device 0 for " in said
+    assert f"its task waits at {__file__}:{line + 1}" in said
+
+
+def test_places_are_told_where_they_are_noted(recwarn: pytest.WarningsRecorder) -> None:
+    """A partition that is used after its end, or forgotten, is told with where it was taken."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h20", hang_after=1000) as pool:
+            line = main.__code__.co_firstlineno + 3
+            async with pool.partition(8) as p:
+                stream = p.stream  # so that it is not cached, and has its lease
+            with pytest.raises(greensched.PartitionClosed, match=f"{__file__}:{line} is closed"):
+                p.run(int)
+            assert stream.is_closed is False
+            held = [pool.partition_nowait(8)]
+            with pytest.warns(ResourceWarning, match=f"{__file__}:{line + 5}, was never left"):
+                held.clear()
+
+    anyio.run(main)

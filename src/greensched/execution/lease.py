@@ -250,7 +250,12 @@ class Lease:
                 "this partition has no SMs now: await its checkpoint, or leave its idle block first"
             )
         if self.state is not LeaseState.OPEN:
-            raise PartitionClosed("this partition")
+            raise PartitionClosed(self.partition_name)
+
+    @property
+    def partition_name(self) -> str:
+        """What errors call the partition."""
+        return f"the partition taken at {self.taken_at}" if self.taken_at else "this partition"
 
     def check_thread(self) -> None:
         """Raise PartitionClosed if it has ended, WrongThread if this is not its loop's thread."""
@@ -262,7 +267,7 @@ class Lease:
         """Raise PartitionClosed if its loop is closed: the next loop of the pool ends it."""
         if self.poller.loop.is_closed:
             state = "closed, because its event loop is: enter a partition in the loop that uses it"
-            raise PartitionClosed("this partition", state)
+            raise PartitionClosed(self.partition_name, state)
 
     def check_pool(self) -> None:
         """Raise PoolClosed, DeviceLost, ForkedPool or DeviceHung if the lease cannot be used."""
@@ -597,7 +602,7 @@ class Lease:
     def check_waiting(self) -> None:
         """Raise PartitionClosed if it has ended since it gave way."""
         if self.state is not LeaseState.GAVE_WAY:
-            raise PartitionClosed("this partition")
+            raise PartitionClosed(self.partition_name)
 
     def go_on(self, grant: Grant, executor: Executor) -> None:
         """Have SMs again; `move_bound_launches` follows."""

@@ -1,7 +1,11 @@
 """Holders that keep others waiting: named in a warning, with the place where they took the lease.
 
 A lease of a range of sizes gives SMs back at its checkpoints only. A holder that waits for work
-comes to none, and the requests in the queue would wait for ever, without a word.
+comes to none, and the requests in the queue would wait for ever, without a word. So would they for
+a lease that was forgotten.
+
+Where a lease was taken is noted with `Pool(hang_after=...)`, in Python's development mode, and for
+ranges of sizes; noting it takes longer than a cached lease does.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from greensched.execution.lease import Lease
+from greensched.records import holder_name
 from greensched.scheduling.requests import Request
 
 logger = logging.getLogger("greensched")
@@ -19,8 +24,11 @@ logger = logging.getLogger("greensched")
 #: Seconds that a request waits, and a holder comes to no checkpoint, before the warning: far longer
 #: than a step of anything that shares a GPU with others.
 MOST_S = 1.0
+#: Seconds that a request waits, and any other lease is held, before the warning. Source: the time
+#: after which psycopg_pool and HikariCP give up a request by default.
+LONG_S = 30.0
 #: Modules between the code that takes a lease and the library.
-BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.")
+BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.", "trio.")
 
 
 def place() -> str:
@@ -29,6 +37,19 @@ def place() -> str:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(BETWEEN):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _suspended_at(task: object) -> str:
+    """Return where a task of asyncio or trio waits, outside this library."""
+    get_coro = getattr(task, "get_coro", None)
+    awaited: object = getattr(task, "coro", None) if get_coro is None else get_coro()
+    found = ""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None and not str(frame.f_globals.get("__name__")).startswith(BETWEEN):
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        awaited = getattr(awaited, "cr_await", None)
+    return found
 
 
 class HolderWatch:
@@ -49,6 +70,8 @@ class HolderWatch:
         self._due = now + MOST_S
         waiting = [one for one in queued() if now - one.arrived >= MOST_S and _may_have_more(one)]
         devices = {device for one in waiting for device in one.devices}
+        long = [one for one in waiting if now - one.arrived >= LONG_S]
+        kept = {device for one in long for device in one.devices}
         found, before = [], self._named
         self._named = {}
         for lease in leases:
@@ -58,6 +81,11 @@ class HolderWatch:
                 if before.get(lease) != grant.since:
                     found.append(_warning(lease, now, len(waiting)))
                 self._named[lease] = grant.since
+            is_fixed = not (gives or grant.over or grant.is_shared)
+            if is_fixed and grant.device in kept and now - grant.began >= LONG_S:
+                if before.get(lease) != grant.began:
+                    found.append(_long_warning(lease, now, len(long)))
+                self._named[lease] = grant.began
         return found
 
 
@@ -74,4 +102,20 @@ def _warning(lease: Lease, now: float, waiting: int) -> str:
         f"{lease.ordinal}, and has come to no checkpoint for {seconds:.1f} s, while others wait "
         f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work, and "
         "write `async with p.idle():` where it waits for work"
+    )
+
+
+def _long_warning(lease: Lease, now: float, waiting: int) -> str:
+    grant, drains = lease.grant, lease.draining_since
+    seconds, taken_at = now - grant.began, lease.taken_at or "an unknown place"
+    holder = lease.holder or holder_name(grant.holder) or "an unknown task"
+    if drains is not None:
+        state = f"its block was left {now - drains:.0f} s ago, and its work has not ended"
+    else:
+        state = f"its task waits at {_suspended_at(grant.holder) or 'an unknown place'}"
+    return (
+        f"the partition that {holder} took at {taken_at} has held {grant.sms} SMs of device "
+        f"{lease.ordinal} for {seconds:.0f} s, while others wait ({waiting} for more than "
+        f"{LONG_S:g} s): {state}. Leave its block when its work is done; "
+        "`python -X dev` and Pool(hang_after=...) note where each was taken"
     )

@@ -98,7 +98,7 @@ class LeaseCache:
 
 
 class PlacingLeaseCache(LeaseCache):
-    """A lease cache that notes where each lease is taken, for a watchdog."""
+    """A lease cache that notes where each lease is taken; see `holders`."""
 
     notes_places = True
 

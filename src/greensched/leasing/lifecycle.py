@@ -80,8 +80,8 @@ class PoolLifecycle:
         self.options = options
         #: Also the manager's lock. Re-entrant: a policy of the user's may read statistics under it.
         self.lock = threading.RLock()
-        is_watched = has_limits(options.hang_after, options.services)
-        self.cache = (PlacingLeaseCache if is_watched else LeaseCache)(self.lock)
+        notes_places = has_limits(options.hang_after, options.services) or sys.flags.dev_mode
+        self.cache = (PlacingLeaseCache if notes_places else LeaseCache)(self.lock)
         self.recorder = Recorder()
         #: Started before the devices are opened, and closed after them.
         self.server: PoolServer | None = None

@@ -334,7 +334,8 @@ class LeaseManager:
         grants, granted.grants = granted.grants, ()  # or request and grants would be a cycle
         # On trio, asking is a checkpoint anyway, which costs more than a decision.
         is_cached = request.is_reused and not poller.loop.always_yields
-        if self.watchdog.is_on and not self.cache.notes_places:
+        notes_place = self.cache.notes_places or self.watchdog.is_on
+        if notes_place and not self.cache.notes_places:
             is_cached = False
         key = (request, get_ident()) if is_cached else None
         quota = self._quotas.get(granted.class_state.name)
@@ -343,7 +344,7 @@ class LeaseManager:
             device_pool = self.device_pools[grant.device]
             executor = self._take_executor_locked(grant)
             lease = Lease(grant, executor, poller, device_pool, self, quota, key)
-            if self.watchdog.is_on or not request.is_reused:
+            if notes_place or not request.is_reused:
                 lease.taken_at = place()
             self.leases.add(lease)
             leases.append(lease)

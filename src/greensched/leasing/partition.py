@@ -194,7 +194,8 @@ class Partition(AsyncBlock):
     def __del__(self) -> None:
         lease = self._lease
         if lease is not None and lease.is_open and not self._is_left:
-            message = f"{self!r} was never left: use it with `async with`"
+            place = f", taken at {lease.taken_at}," if lease.taken_at else ""
+            message = f"{self!r}{place} was never left: use it with `async with`"
             # First: where warnings are errors, nothing behind the warning happens.
             lease.poller.loop.call_threadsafe(lease.abandon)
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
