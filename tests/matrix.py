@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 OLDEST = ["cuda-bindings==13.0.*", "anyio==4.5.*", "click==8.1.*", "rich==13.0.*"]
 OLDEST_NUMPY = {"3.11": "1.26.*", "3.12": "1.26.*", "3.13": "2.1.*", "3.14": "2.3.*"}
 TOOLS = ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "trio", "hypothesis"]
-TOOLS += ["pytest-randomly", "uvloop"]
+TOOLS += ["perfetto", "pytest-randomly", "uvloop"]
 QUICK = [
     *("tests/cli", "tests/leasing/test_cancellation.py", "tests/conformance/test_leases.py"),
     *("tests/conformance/test_jobs.py", "tests/scheduling/test_scheduler.py"),

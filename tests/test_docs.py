@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -54,14 +55,16 @@ def programs() -> list[tuple[str, str]]:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Runs it as a reader would, on a simulated GPU, with warnings as errors."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Runs it as a reader would, in an empty folder, on a simulated GPU; warnings are errors."""
+    with TemporaryDirectory() as folder:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            cwd=folder,
+            env=os.environ | {"GREENSCHED_DRIVER": "simulated:h200", "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 # -- programs ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from greensched.cli import demo
 from greensched.cli import main as cli
 from greensched.errors import InvalidRequest
 from greensched.kernels import gaussian_blur, matmul
+from greensched.observability.trace_reader import read
 
 #: Short, and long enough that every arrangement has requests and batch jobs.
 SHORT = ("demo", "--seconds", "0.15", "--driver", "simulated:h200")
@@ -78,9 +79,12 @@ def test_the_demo_prints_four_arrangements() -> None:
         assert row["results"] == row["requests"] + 1  # the product is checked, too
 
 
-def test_the_demo_says_first_what_it_runs_on() -> None:
-    """The first line names the driver that was requested."""
-    done = program("demo", "--seconds", "0.01", "--json", GREENSCHED_DRIVER="simulated:h100")
+def test_the_demo_says_first_what_it_runs_on(tmp_path: Path) -> None:
+    """The first line names the driver that was requested; --trace writes a trace."""
+    path = tmp_path / "t.perfetto-trace"
+    options = ("--seconds", "0.01", "--json", "--trace", str(path))
+    done = program("demo", *options, GREENSCHED_DRIVER="simulated:h100")
+    assert read(path).history.services[""].leases == 5
     assert done.stderr == "This demo runs on simulated:h100, as requested.\n"
 
 

@@ -16,7 +16,12 @@ from greensched.cli import commands, measure
 from greensched.cli import main as cli
 from helpers.screens import in_scene
 
-PAGE = Path(__file__).parents[2] / "docs/reference/command-line.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "reference/command-line.md"
+#: The program that writes the trace of the examples.
+TRACED = re.findall(
+    r"^```python\n(.*?)^```$", (DOCS / "how-to/trace.md").read_text(), re.DOTALL | re.MULTILINE
+)
 #: Commands that print times, which differ between machines: their numbers are compared as numbers.
 TIMED = {"bench", "demo", "measure", "simulate"}
 EXAMPLES: dict[str, str] = dict(
@@ -45,6 +50,7 @@ def test_an_example_prints_what_the_page_says(
     monkeypatch.setattr(measure, "HOST_REPEATS", 3)
     monkeypatch.setattr(measure, "WARM", 0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     codes = []
 
     def run(*_: object) -> None:
@@ -53,6 +59,8 @@ def test_an_example_prints_what_the_page_says(
     if line.startswith("top"):
         in_scene(run)  # it needs a pool
     else:
+        if line.startswith("trace"):
+            exec(*TRACED, {})
         run()
     assert codes == [0]
     wanted, found = EXAMPLES[line], capsys.readouterr().out

@@ -23,6 +23,7 @@ WRONG = {
     "info": (["--jsn"], "--jsn"),
     "measure": ([], "nothing to measure: give a model file, or --host"),
     "plan": ([], "Missing argument 'SIZES...'"),
+    "trace": ([], "Missing argument 'FILE'"),
     "simulate": (["--slo", "first"], "gives no seconds by class, such as first=0.5,between=0.05"),
     "top": (["--interval", "0"], "0.0 is not in the range x>0"),
 }
@@ -58,6 +59,8 @@ def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) 
         (["nonsense"], "greensched: No such command 'nonsense'. See greensched --help"),
         (["simulate", "--trace", "a.csv", "--generate", "code"], "give one of them"),
         (["demo", "--seconds", "0"], "x>0"),
+        (["trace", "a", "--plot", "a.gif"], "give a file that ends in .html, .png, .svg"),
+        (["trace", "a"], "greensched: a: No such file or directory"),
         (["plan", "16", "--driver", "nonsense"], "greensched: there is no driver 'nonsense'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
 
 
 def test_a_flow_leads_from_the_request_to_the_job(tmp_path: Path) -> None:
-    """Request, lease and submission have one flow, submission and job another; counters return."""
+    """Flows go from request to lease, on to the submission, and on to the job; counters return."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -160,7 +160,8 @@ def test_a_flow_leads_from_the_request_to_the_job(tmp_path: Path) -> None:
         for flow in (*event.flow_ids, *event.terminating_flow_ids):
             of_flow.setdefault(flow, []).append(event.name)
     assert sorted(of_flow.values()) == [
-        *[["no class", "no class", "submit spin"]] * 2,
+        *[["no class", "no class"]] * 2,
+        *[["no class", "submit spin"]] * 2,
         *[["submit spin", "spin"]] * 2,
     ]
     values: dict[int, list[int]] = {}
@@ -177,7 +178,8 @@ def test_a_gang_and_the_other_answers(tmp_path: Path) -> None:
 
     async def test(pool: Pool) -> None:
         async with pool.trace(path):
-            async with pool.partitions(16, 32):
+            async with pool.partitions(16, 32) as (p, other):
+                await asyncio.gather(p.launch(CONFIG, spin, MS), other.launch(CONFIG, spin, MS))
                 waiting = asyncio.create_task(lease(pool, ALL))
                 await asyncio.sleep(0.001)
                 with pytest.raises(QueueFull):

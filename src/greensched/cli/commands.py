@@ -266,9 +266,12 @@ def plan(sizes: tuple[Size, ...], driver: str | None, granularity: str, as_json:
 @click.option(
     "--image", type=FILE, help="The image that clients send: .npy, or a format that Pillow reads."
 )
+@click.option("--trace", type=FILE, help="Write a trace into this file, for `greensched trace`.")
 @_driver_option("$GREENSCHED_DRIVER, else a GPU, else simulated:h200")
 @_json_option
-def demo(seconds: float, image: Path | None, driver: str | None, as_json: bool) -> int:
+def demo(
+    seconds: float, image: Path | None, trace: Path | None, driver: str | None, as_json: bool
+) -> int:
     """Run a small service with and without partitions.
 
     Serves image requests beside a batch job, in four arrangements of one GPU. Without a GPU and
@@ -283,13 +286,39 @@ def demo(seconds: float, image: Path | None, driver: str | None, as_json: bool) 
     opened, explanation = demo.choose_driver(driver)
     print(explanation, file=sys.stderr)
     with progress() as show:
-        outcome = asyncio.run(demo.run(opened, seconds=seconds, image=picture, progress=show))
+        run = demo.run(opened, seconds=seconds, image=picture, trace=trace, progress=show)
+        outcome = asyncio.run(run)
     rows = [row.as_dict() for row in outcome.rows]
     if as_json:
         print_json({"device": outcome.device, "simulated": outcome.simulated, "rows": rows})
     else:
         demo.print_rows(outcome, rows)
     return 1 if outcome.wrong else 0
+
+
+@greensched.command()
+@click.argument("file", type=FILE)
+@click.option("--plot", type=FILE, help="Draw the SMs by time: a .html report, .svg or .png.")
+@_json_option
+def trace(file: Path, plot: Path | None, as_json: bool) -> None:
+    """Show what held which SMs in a trace FILE of pool.trace.
+
+    SM-time, requests, waits and jobs of each class, and the SMs by time: what held them, what
+    drained, and with --plot also what was lent.
+    """
+    from greensched.cli import trace
+    from greensched.observability import trace_reader
+
+    if plot is not None:
+        trace.check_plot(plot)
+    recorded = trace_reader.read(file)
+    found = trace.summary(recorded)
+    if as_json:
+        print_json(found)
+    else:
+        trace.print_summary(recorded, found)
+    if plot is not None:
+        trace.save(recorded, found, plot, file.name)
 
 
 @greensched.command()

@@ -17,7 +17,7 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ async def run(
     seconds: float,
     image: Image | None = None,
     seed: int = 1,
+    trace: Path | None = None,
     progress: Progress = lambda _done, _what: None,
 ) -> Outcome:
     """Run the four arrangements, `seconds` each.
@@ -116,9 +117,11 @@ async def run(
         seconds: seconds of load for each arrangement.
         image: the image that every client sends, (height, width, channels); None: random images.
         seed: the seed of the clients' times and images.
+        trace: the file for a trace of the arrangements; None: none.
         progress: receives the fraction done, from 0 to 1, and the name of the arrangement.
     """
     async with Pool([0], driver=driver) as pool:
+        tracing = nullcontext() if trace is None else pool.trace(trace)
         service = Service(pool, driver, image, seed)
         await service.warm_up()
         arrangements = (
@@ -128,12 +131,13 @@ async def run(
             service.apart,
         )
         rows = []
-        for done, arrangement in enumerate(arrangements):
+        async with tracing:
+            for done, arrangement in enumerate(arrangements):
 
-            def report(fraction: float, name: str, done: int = done) -> None:
-                progress((done + fraction) / len(arrangements), name)
+                def report(fraction: float, name: str, done: int = done) -> None:
+                    progress((done + fraction) / len(arrangements), name)
 
-            rows.append(await arrangement(seconds, report))
+                rows.append(await arrangement(seconds, report))
         name = pool.devices[0].name
     return Outcome(name, isinstance(driver, SimulatedDriver), tuple(rows))
 

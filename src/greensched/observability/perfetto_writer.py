@@ -7,8 +7,8 @@
           /   / launch call copy   a slice for each job: see `Done.started`
           / SMs leased ...       counters
 
-A flow leads from a request to its lease and to the first job submitted in it; others lead from each
-submission to its job. All times are the host's. Each record is also in the annotations of one
+Flows lead from a request to its leases, from a lease to its first submission, and from a submission
+to its job. All times are the host's. Each record is also in the annotations of one
 event, so that `trace_reader` finds it again.
 """
 
@@ -62,6 +62,8 @@ _COUNTERS: Final = ("SMs leased", "SMs draining", "SMs lent", "SMs free")
 
 Key = tuple[object, ...]
 Annotations = Mapping[str, object]
+#: Numbers of flows; 0: none.
+Flows = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class _Lease:
     cells: int
     sms: int
     slice: _Slice
-    #: From its request; 0 once it has ended at a job.
+    #: To its first submission; 0 after that.
     flow: int
     is_draining: bool = False
     lent: int = 0
@@ -172,7 +174,7 @@ class PerfettoWriter:
     def _request(self, record: Requested) -> None:
         self._end_wait(record.request)  # its answer is among what was dropped
         flow, key = self._new_flow(), ("wait", record.service)
-        begun = self._begin_slice(key, self._queue_track(), _name(record.service), record, flow)
+        begun = self._begin_slice(key, self._queue_track(), _name(record.service), record, (flow,))
         self._waits[record.request] = _Wait(begun, flow)
 
     def _queue(self, record: Queued) -> None:
@@ -205,27 +207,28 @@ class PerfettoWriter:
         if not flow and record.request == self._last_granted[0]:
             flow = self._last_granted[1]
         self._last_granted = record.request, flow
-        begun = self._begin_on_cells(record, flow)
+        own = self._new_flow()
+        begun = self._begin_on_cells(record, (flow, own))
         self._leases[record.lease] = _Lease(
-            record.service, record.device, record.cells, record.sms, begun, flow
+            record.service, record.device, record.cells, record.sms, begun, own
         )
         self._count(record.device)
 
-    def _begin_on_cells(self, record: Granted | Resized, flow: int) -> _Slice:
+    def _begin_on_cells(self, record: Granted | Resized, flows: Flows) -> _Slice:
         key = ("lease", record.device, record.cells)
         parent = self._device(record.device)
         ranges = self._devices[record.device].sms_of(record.cells)
         label = ", ".join(f"{first}-{end - 1}" for first, end in ranges)
         rank = len(_COUNTERS) + (record.cells & -record.cells).bit_length()
         name = _name(record.service)
-        return self._begin_slice(key, parent, name, record, flow, label=f"SMs {label}", rank=rank)
+        return self._begin_slice(key, parent, name, record, flows, label=f"SMs {label}", rank=rank)
 
     def _resize(self, record: Resized) -> None:
         lease = self._leases.get(record.lease)
         if lease is not None:
             self._end_lease(lease)
             lease.cells, lease.sms = record.cells, record.sms
-            lease.slice = self._begin_on_cells(record, lease.flow)
+            lease.slice = self._begin_on_cells(record, (lease.flow,))
             self._count(lease.device)
 
     def _lend(self, record: Lent | Reclaimed) -> None:
@@ -269,7 +272,7 @@ class PerfettoWriter:
             return
         flow, name, track = self._new_flow(), record.name, lease.slice.track
         ends, lease.flow = lease.flow, 0
-        self._event(_INSTANT, track, f"submit {name}", _annotations(record), flow, ends)
+        self._event(_INSTANT, track, f"submit {name}", _annotations(record), (flow,), ends)
         key = ("stream", lease.device, lease.cells, record.stream)
         stream = self._streams.get(key)
         if stream is None:
@@ -355,7 +358,7 @@ class PerfettoWriter:
         parent: int,
         name: str,
         record: Record,
-        flow: int,
+        flows: Flows,
         *,
         label: str = "",
         rank: int = 0,
@@ -365,7 +368,7 @@ class PerfettoWriter:
         row = next(row for row in itertools.count() if row not in used)
         used.add(row)
         track = self._track((*key, row), label or name, parent, rank=rank)
-        self._event(_BEGIN, track, name, _annotations(record), flow)
+        self._event(_BEGIN, track, name, _annotations(record), flows)
         return _Slice(track, key, row)
 
     def _end_slice(self, begun: _Slice, record: Record | None = None) -> None:
@@ -381,7 +384,7 @@ class PerfettoWriter:
         track: int,
         name: str = "",
         annotations: Annotations | None = None,
-        flow: int = 0,
+        flows: Flows = (),
         ends: int = 0,
         value: int | None = None,
     ) -> None:
@@ -390,8 +393,7 @@ class PerfettoWriter:
         event.type, event.track_uuid = kind, track
         if name:
             event.name = name
-        if flow:
-            event.flow_ids.append(flow)
+        event.flow_ids.extend(filter(None, flows))
         if ends:
             event.terminating_flow_ids.append(ends)
         if value is not None:

@@ -1,0 +1,166 @@
+"""`greensched trace`: what a trace tells, as tables, JSON, or a picture of the SMs by time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from greensched.capacity.plot import pyplot, write
+from greensched.cli import trace_report
+from greensched.cli.terminal import print_table
+from greensched.errors import InvalidRequest
+from greensched.observability import sm_map
+from greensched.observability.trace_reader import RecordedTrace
+
+#: Colours of classes, in the order of their names: those of matplotlib, on light and dark.
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+#: Formats of `--plot`.
+FORMATS = (".html", ".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be made, before the trace is read.
+
+    Raises:
+        InvalidRequest: a format that there is not.
+        MissingPackage: matplotlib is not installed; says what to install.
+    """
+    if path.suffix not in FORMATS:
+        raise InvalidRequest(f"--plot {path}: give a file that ends in {', '.join(FORMATS)}")
+    if path.suffix != ".html":
+        pyplot()
+
+
+def summary(trace: RecordedTrace) -> dict[str, Any]:
+    """Return what a trace tells, in numbers, for JSON. Times are in seconds."""
+    seconds = trace.end - trace.start
+    total = sum(device.sms for device in trace.devices) * seconds
+    services = []
+    for name, found in sorted(trace.history.services.items()):
+        waits = sorted(found.waits)
+        services.append(
+            {
+                "service": name,
+                "sm_seconds": found.sm_seconds,
+                "share": found.sm_seconds / total if total else 0.0,
+                "leases": found.leases,
+                **{
+                    kind: found.requests[kind]
+                    for kind in ("requested", "granted", "refused", "expired", "cancelled")
+                },
+                **{f"wait_p{part}": percentile(waits, part / 100) for part in (50, 99)},
+                "wait_max": waits[-1] if waits else None,
+                "jobs": found.jobs,
+                "failed": found.failed,
+            }
+        )
+    return {
+        "seconds": seconds,
+        "is_complete": trace.is_complete,
+        "dropped": trace.dropped,
+        "lost": trace.history.lost,
+        "devices": [
+            {"device": one.ordinal, "name": one.name, "uuid": one.uuid, "sms": one.sms}
+            for one in trace.devices
+        ],
+        "services": services,
+    }
+
+
+def percentile(ordered: Sequence[float], fraction: float) -> float | None:
+    """Return a percentile of values in order; None of none."""
+    if not ordered:
+        return None
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def print_summary(trace: RecordedTrace, found: dict[str, Any]) -> None:
+    """Print the devices, a table of the classes, and the map as text."""
+    for device in found["devices"]:
+        print("GPU {device}: {name}, {sms} SMs, {uuid}".format(**device))
+    columns = ["class", "SM-s", "share %", "leases", "requests", "refused", "expired", "cancelled"]
+    rows = [
+        (
+            each["service"] or "-",
+            f"{each['sm_seconds']:.3f}",
+            f"{100 * each['share']:.1f}",
+            each["leases"],
+            each["requested"],
+            *(each[kind] for kind in ("refused", "expired", "cancelled")),
+            *(milliseconds(each[kind]) for kind in ("wait_p50", "wait_p99")),
+            each["jobs"],
+            each["failed"],
+        )
+        for each in found["services"]
+    ]
+    columns += ["wait p50 ms", "wait p99 ms", "jobs", "failed"]
+    print_table(columns, rows, f"{found['seconds']:.3f} s")
+    print()
+    spans, when = list(trace.history.spans), (trace.start, trace.end, trace.start)
+    print("\n".join(sm_map.text(spans, trace.devices, *when)))
+    for note in notes(found):
+        print(note)
+
+
+def milliseconds(seconds: float | None) -> str | None:
+    """Format a time; None of none."""
+    return None if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """Say what is wrong with a trace, a sentence each."""
+    said = [f"A device was lost: {error}" for error in found["lost"]]
+    if found["dropped"]:
+        said.append(f"{found['dropped']} records are missing: the disk was slower than the pool.")
+    if not found["is_complete"]:
+        said.append("The trace has no end: its process ended first.")
+    return said
+
+
+def save(trace: RecordedTrace, found: dict[str, Any], path: Path, title: str) -> None:
+    """Draw the map of a trace into a file, in the format of its suffix.
+
+    Raises:
+        InvalidRequest: the file cannot be written.
+    """
+    names = [each["service"] for each in found["services"]]
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    gap = (trace.end - trace.start) * sm_map.RESOLUTION
+    areas = sm_map.merged(sm_map.rectangles(trace.history.spans, trace.devices), gap)
+    if path.suffix == ".html":
+        page = trace_report.page(trace, found, areas, colours, notes(found), title)
+        try:
+            path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"{path}: {error.strerror}") from error
+        return
+    figure, axes = pyplot().subplots(
+        len(trace.devices), 1, figsize=(11, 1 + 3 * len(trace.devices)), sharex=True, squeeze=False
+    )
+    for device, (axis,) in zip(trace.devices, axes, strict=True):
+        of_device = [one for one in areas if one.device == device.ordinal]
+        draw(axis, of_device, colours, trace.start)
+        axis.set(ylim=(0, device.sms), ylabel="SMs", title=f"GPU {device.ordinal}: {device.name}")
+    axes[-1][0].set(xlim=(0, trace.end - trace.start), xlabel="s")
+    axes[0][0].legend(loc="upper right")
+    write(figure, path)
+
+
+def draw(
+    axis: Any, areas: Sequence[sm_map.Rectangle], colours: dict[str, str], start: float
+) -> None:
+    """Draw rectangles: colours for classes, hatched: draining, dim: lent."""
+    for name, colour in colours.items():
+        axis.broken_barh([], (0, 0), color=colour, label=name or "no class")
+    for one in areas:
+        axis.broken_barh(
+            [(one.start - start, one.end - one.start)],
+            (one.first, one.end_sm - one.first),
+            facecolor=colours[one.service],
+            alpha=0.45 if one.is_lent else 0.9,
+            hatch="////" if one.is_draining else None,
+            edgecolor="white",
+            linewidth=0.2,
+        )

@@ -1,0 +1,134 @@
+"""The map of SMs by time: what held which SMs when, as rectangles or as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from greensched.observability.lease_history import Span, TracedDevice
+
+#: Rectangles of one kind, and gaps between, below such a part of the time are drawn as one.
+RESOLUTION: Final = 1 / 2000
+#: Letters of classes in a text; the case says whether the work is after the block.
+_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+#: Columns and rows of a text, at most.
+_COLUMNS: Final = 64
+_ROWS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """SMs `first` to `end_sm` of a device in a time, in seconds, held by a class in one way."""
+
+    device: int
+    first: int
+    end_sm: int
+    start: float
+    end: float
+    service: str
+    is_draining: bool
+    is_lent: bool
+
+    @property
+    def sm_seconds(self) -> float:
+        """The SM-time of the rectangle."""
+        return (self.end_sm - self.first) * (self.end - self.start)
+
+
+def rectangles(spans: Iterable[Span], devices: Iterable[TracedDevice]) -> list[Rectangle]:
+    """Return the rectangles of spans, by time.
+
+    A loan is of a number of SMs, not of certain ones: the last ones of the lease stand for it.
+    """
+    by_ordinal = {device.ordinal: device for device in devices}
+    found = []
+    for span in spans:
+        own = span.sms - span.lent
+        for first, end in by_ordinal[span.device].sms_of(span.cells):
+            between = min(end, first + max(0, own))
+            own -= end - first
+            for low, high, is_lent in ((first, between, False), (between, end, True)):
+                if low < high:
+                    when = span.start, span.end, span.service, span.draining
+                    found.append(Rectangle(span.device, low, high, *when, is_lent))
+    return sorted(found, key=lambda one: (one.start, one.first))
+
+
+def merged(found: Iterable[Rectangle], gap: float) -> list[Rectangle]:
+    """Join rectangles of the same SMs and kind that are less than a gap apart, and one as short."""
+    latest: dict[tuple[object, ...], Rectangle] = {}
+    done = []
+    for one in found:
+        key = (one.device, one.first, one.end_sm, one.service, one.is_draining, one.is_lent)
+        before = latest.get(key)
+        if before is not None and one.start - before.end < gap and _is_short(before, one, gap):
+            latest[key] = replace(before, end=max(before.end, one.end))
+            continue
+        if before is not None:
+            done.append(before)
+        latest[key] = one
+    return [*done, *latest.values()]
+
+
+def _is_short(one: Rectangle, other: Rectangle, gap: float) -> bool:
+    return min(one.end - one.start, other.end - other.start) < gap
+
+
+def text(
+    spans: Sequence[Span],
+    devices: Sequence[TracedDevice],
+    start: float,
+    end: float,
+    origin: float = 0.0,
+) -> list[str]:
+    """Return the map as lines of text: SMs downwards, time to the right, counted from `origin`."""
+    found = merged(rectangles(spans, devices), (end - start) * RESOLUTION)
+    if not found:
+        return []
+    services = sorted({one.service for one in found})
+    letters = {name: _LETTERS[index % len(_LETTERS)] for index, name in enumerate(services)}
+    classes = ", ".join(f"{letters[name]} {name or 'no class'}" for name in services)
+    times = f"{start - origin:.6f} to {end - origin:.6f} s"
+    lines = [f"SMs by time, {times}: {classes}; lower case: draining; '.': free"]
+    for device in devices:
+        of_device = [one for one in found if one.device == device.ordinal]
+        rows = _rows(of_device, device, letters, start, end)
+        for first, last, row in rows[:_ROWS] if of_device else []:
+            lines.append(f"GPU {device.ordinal} SM {f'{first}-{last - 1}':>7} |{row}|")
+        if len(rows) > _ROWS and of_device:
+            lines.append(f"... and {len(rows) - _ROWS} more rows")
+    return lines
+
+
+def _rows(
+    found: list[Rectangle],
+    device: TracedDevice,
+    letters: dict[str, str],
+    start: float,
+    end: float,
+) -> list[tuple[int, int, str]]:
+    """Return ranges of SMs that were held alike, and what held them in each column of time."""
+    edges = sorted({0, device.sms, *(one.first for one in found), *(one.end_sm for one in found)})
+    rows: list[tuple[int, int, str]] = []
+    column = (end - start) / _COLUMNS
+    for first, last in pairwise(edges):
+        here = [one for one in found if one.first <= first < one.end_sm]
+        row = "".join(_column(here, letters, start + i * column, column) for i in range(_COLUMNS))
+        if rows and rows[-1][2] == row:
+            rows.append((rows.pop()[0], last, row))
+        else:
+            rows.append((first, last, row))
+    return rows
+
+
+def _column(found: list[Rectangle], letters: dict[str, str], start: float, seconds: float) -> str:
+    """Return what held some SMs longest in a column of time."""
+    held, mark = 0.0, "."
+    for one in found:
+        overlap = min(one.end, start + seconds) - max(one.start, start)
+        if overlap > held:
+            letter = letters[one.service]
+            held, mark = overlap, letter.lower() if one.is_draining else letter
+    return mark
