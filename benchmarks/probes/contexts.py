@@ -316,6 +316,39 @@ def churn(gpu: Gpu) -> Answer:
     }
 
 
+def pending_waits(gpu: Gpu) -> Answer:
+    """Ask whether a stream and its green context are idle whose only work is a wait."""
+    words, word = gpu.pinned_words()
+    groups, _ = gpu.split(8)
+    event = ok(drv.cuEventCreate(drv.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def asked(green: Any, stream: Any) -> Answer:
+        ok(drv.cuGreenCtxRecordEvent(green, event))
+        return {
+            "cuStreamQuery": drv.cuStreamQuery(stream)[0].name,
+            "the green context's event": drv.cuEventQuery(event)[0].name,
+        }
+
+    holding, waiting = gpu.green([groups[0]]), gpu.green([groups[1]])
+    held, behind = gpu.stream_on(holding), gpu.stream_on(waiting)
+    gpu.launch("null_kernel", 1, 1, behind)  # its first launch would wait for the device
+    ok(drv.cuStreamSynchronize(behind))
+    flags = drv.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    ok(drv.cuStreamWaitValue32(held, word, 1, flags))
+    out = {"a wait for a word": asked(holding, held)}
+    before = ok(drv.cuEventCreate(drv.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+    ok(drv.cuEventRecord(before, held))
+    out["an event recorded behind it"] = {"cuEventQuery": drv.cuEventQuery(before)[0].name}
+    ok(drv.cuStreamWaitEvent(behind, before, 0))
+    out["a wait for that event, on another green context"] = asked(waiting, behind)
+    gpu.launch("null_kernel", 1, 1, behind)
+    out["the same and a kernel"] = asked(waiting, behind)
+    words[0] = 1
+    ok(drv.cuCtxSynchronize())
+    out["when the word is written"] = asked(waiting, behind)
+    return out
+
+
 def poison(gpu: Gpu) -> Answer:
     """Ask whether a fault in one green context ends its siblings. Last: nothing works after it."""
     source = r'extern "C" __global__ void wild() { *(volatile int *)0x10 = 1; }'

@@ -44,6 +44,7 @@ QUESTIONS: tuple[Question, ...] = (
     contexts.destroy_in_flight,
     contexts.driver_edges,
     contexts.churn,
+    contexts.pending_waits,
     execution.words_on_green_streams,
     execution.call_contention,
     execution.many_contexts,
