@@ -41,13 +41,17 @@ CLASSES = (
 
 
 class Queue:
-    """A scheduler whose device is full, with so many requests that wait."""
+    """A scheduler whose devices are full, with so many requests that wait."""
 
-    def __init__(self, waiting: int, *, policy: str = "fifo", is_classed: bool = False) -> None:
+    def __init__(
+        self, waiting: int, *, policy: str = "fifo", is_classed: bool = False, devices: int = 1
+    ) -> None:
         services = CLASSES if is_classed else ()
         self.names = [service.name for service in services] or [""]
         self.sizes = SIZES if is_classed else SIZES[:1]
-        self.scheduler = Scheduler([DEVICE], policy_named(policy), 10**9, services=services)
+        self.scheduler = Scheduler(
+            [DEVICE] * devices, policy_named(policy), 10**9, services=services
+        )
         self.now = 0.0
         self.running: deque[Grant] = deque()
         self.requested = 0
@@ -142,6 +146,9 @@ async def _measure() -> list[Row]:
         "a latency curve records and predicts | heap push + pop", Curve().sample, heap
     )
     rows.append(curve.row(0.5, "us"))
+    one, two = Queue(1000), Queue(1000, devices=2)
+    beside = await compare("cycle, two devices | one device", two.sample, one.sample)
+    rows.append(beside.row(0.5, "us", most=1.1))
     few, many = Queue(100), Queue(MANY)
     grown = await compare(f"cycle, {MANY:,} waiting | 100 waiting", many.sample, few.sample)
     rows.append(grown.row(0.5, "us", most=2))
