@@ -6,6 +6,7 @@ which is what `pip install` gives, and with `--compiled FOLDER` for the compiled
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -88,7 +89,7 @@ GPU_PARTS = {
 
 def host(standin: str | None) -> Parts:
     """Measure what needs no GPU, and with a stand-in driver's folder what runs on that."""
-    from benchmarks.micro import import_time, pytest_plugin, scheduler
+    from benchmarks.micro import import_time, lease, pytest_plugin, scheduler
     from benchmarks.system import client_disconnect, heartbeat
 
     simulated = ["--driver", "simulated:h200"]
@@ -97,6 +98,7 @@ def host(standin: str | None) -> Parts:
         "pytest plugin": pytest_plugin.measure,
         "client disconnects": client_disconnect.measure,
         "scheduler": scheduler.measure,
+        "two devices": lambda: asyncio.run(lease.two_devices()),
         "event loop": heartbeat.measure,
         "simulated H200, real clock": lambda: [
             *run_program(_HOT_PATH, *simulated),

@@ -1,6 +1,7 @@
 """What a lease costs, beside a semaphore: repeated, two sizes in turn, with a launch, of a class.
 
-`python -m benchmarks.micro.lease` runs on the simulated driver.
+`python -m benchmarks.micro.lease` runs on the simulated driver, and also measures a lease of a pool
+over two devices beside one of a pool over one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from functools import partial
 from time import perf_counter
 
 from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments, raw_calls
-from benchmarks.lib.timing import Comparison, Row, compare, table
-from greensched import Pool, ServiceClass
+from benchmarks.lib.timing import Comparison, Row, Work, compare, table
+from greensched import ALL, Pool, ServiceClass
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
@@ -21,6 +22,8 @@ from greensched.kernels import saxpy
 #: The second of two sizes that are taken in turn: a lease that is kept for one is none for the
 #: other.
 OTHER_SMS = 8
+#: Leases that wait at once.
+QUEUED = 20
 CLASSES = (
     ServiceClass("critical", reserve=SMS, priority=10),
     ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
@@ -42,6 +45,41 @@ async def measure(driver: Driver) -> list[Row]:
         comparisons.append(await _repeated("lease of a class with a reserve", of_a_class))
         comparisons.append(await _in_turn("lease of a class, two sizes in turn", of_a_class))
     return [c.row(part, "us") for c in comparisons for part in (0.5, 0.99)]
+
+
+async def two_devices() -> list[Row]:
+    """Return what a lease costs where a pool has a choice of two simulated devices."""
+
+    def in_turn(pool: Pool) -> Work:
+        async def work() -> float:
+            start = perf_counter()
+            async with pool.partition(SMS):
+                pass
+            async with pool.partition(OTHER_SMS):
+                pass
+            return (perf_counter() - start) / 2
+
+        return work
+
+    def queued(pool: Pool) -> Work:
+        async def user() -> None:
+            async with pool.partition(ALL):
+                await asyncio.sleep(0)
+
+        async def work() -> float:
+            start = perf_counter()
+            await asyncio.gather(*(user() for _ in range(QUEUED)))
+            return (perf_counter() - start) / QUEUED
+
+        return work
+
+    opened = [drivers.open(f"simulated:h200x{number}") for number in (2, 1)]
+    async with Pool(driver=opened[0]) as two, Pool(driver=opened[1]) as one:
+        comparisons = [
+            await compare(f"{what}, two devices | one device", work(two), work(one))
+            for what, work in (("two sizes in turn", in_turn), (f"{QUEUED} queued", queued))
+        ]
+    return [c.row(0.5, "us", most=1.1) for c in comparisons]
 
 
 async def _repeated(what: str, lease: Lease) -> Comparison:
@@ -116,3 +154,4 @@ async def _with_launch(driver: Driver, pool: Pool) -> Comparison:
 
 if __name__ == "__main__":
     print(table(asyncio.run(measure(drivers.open("simulated:h200")))))
+    print(table(asyncio.run(two_devices())))

@@ -81,6 +81,24 @@ def test_leases_of_several_sizes_are_cached_side_by_side() -> None:
     asyncio.run(main())
 
 
+def test_a_choice_of_devices_counts_cached_sms_as_free() -> None:
+    """With a lease cached on one device, the next size has the device of most free SMs all told."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h20x2") as pool:
+            for _ in range(3):
+                for sms in (16, 24):
+                    async with pool.partition(sms) as p:
+                        assert p.device_id == 0
+            assert cached(pool) == 2
+            async with pool.partition(16, device=1), pool.partition(32) as p:
+                assert p.device_id == 0
+            async with pool.partition(8, device=0), pool.partition(40) as p:
+                assert p.device_id == 1
+
+    asyncio.run(main())
+
+
 def test_cached_sms_are_free_to_other_requests() -> None:
     """Statistics, the whole device and another size are as if nothing were cached."""
 

@@ -64,7 +64,7 @@ class _Facts(NamedTuple):
     def free(self) -> int:
         """The SMs that are free there."""
         allocator = self.allocator
-        return allocator.devices[self.device].sm_count(allocator.free_masks[self.device])
+        return allocator.free_sms[self.device]
 
     @property
     def largest(self) -> int:

@@ -44,6 +44,8 @@ class SMAllocator:
         self.is_made = is_made
         self.placement: Placement = placement
         self.free_masks = [cells.full_mask for cells in self.devices]
+        #: How many SMs those have.
+        self.free_sms = [cells.total for cells in self.devices]
         #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
         self.ready_masks: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
         #: Grants whose cells are not free yet, by device.
@@ -106,26 +108,26 @@ class SMAllocator:
 
     # -- looking for cells -----------------------------------------------------------------------
 
-    def order(self, request: Request, devices: Sequence[int]) -> Sequence[int]:
-        """Return the devices to try for a request, in this order."""
+    def order(
+        self, request: Request, devices: Sequence[int], suspended: Iterable[Grant] = ()
+    ) -> Sequence[int]:
+        """Return the devices to try for a request, in this order; cells of `suspended` are free."""
         if len(devices) < 2:
             return devices
         if self.may_share:
             devices = sorted(devices, key=lambda device: len(self.shared_grants[device]))
-        sign = -1 if self.placement == "spread" else 1
-        return sorted(
-            devices,
-            key=lambda d: (d != request.near, sign * self.devices[d].sm_count(self.free_masks[d])),
-        )
+        free, near = self.free_sms, request.near
+        if suspended or near is not None:
+            free = list(free)
+            for grant in suspended:
+                free[grant.device] += grant.sms
+            if near is not None and near in devices:
+                free[near] = self.total + 1 if self.placement == "spread" else -1
+        return sorted(devices, key=free.__getitem__, reverse=self.placement == "spread")
 
     def most_free(self) -> int:
         """Return the SMs that are free on the device with the most."""
-        most = 0
-        for cells, free in zip(self.devices, self.free_masks):  # noqa: B905  as many; a hot path
-            sms = cells.sm_count(free)
-            if sms > most:
-                most = sms
-        return most
+        return max(self.free_sms)
 
     def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
         """Return the free cells to grant, within the limits of the class.
@@ -417,6 +419,7 @@ class SMAllocator:
         self.free_masks[device] = (free | held) & ~wanted
         sms = cells.total if is_shared else cells.sm_count(mask)
         state.sms += sms - grant.sms
+        self.free_sms[device] += (0 if grant.is_shared else grant.sms) - (0 if is_shared else sms)
         grant.mask, grant.sms = mask, sms
         was_shared = grant.is_shared
         if is_shared:

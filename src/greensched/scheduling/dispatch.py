@@ -374,11 +374,10 @@ class Dispatcher:
     def _best_device(self, first: Request) -> int:
         """Choose the device to keep: not one where only what its own holder has is in the way."""
         held, allocator = self.held_by(first), self.allocator
-        able = [d for d in first.devices if allocator.can_ever_fit(first, d, held.get(d, 0))]
-        return max(
-            able or first.devices,
-            key=lambda d: allocator.devices[d].sm_count(allocator.free_masks[d]),
-        )
+        able: Sequence[int] = first.line.devices
+        if held or allocator.is_limited:
+            able = [d for d in first.devices if allocator.can_ever_fit(first, d, held.get(d, 0))]
+        return max(able or first.devices, key=allocator.free_sms.__getitem__)
 
     def _drop_limited_reservation(self) -> None:
         """Keep the device no more for a request that has come to the limits of its class."""

@@ -129,6 +129,8 @@ class Grant:
 class Line(Protocol):
     """What a request needs of its `RequestLine`."""
 
+    #: Where they fit once every other lease has ended.
+    devices: tuple[int, ...]
     #: SMs asked for, and SMs without which no request of the line fits anywhere.
     asked: int
     least: int

@@ -230,17 +230,19 @@ class Scheduler:
         """Grant a request from the cells that are free without reclaiming, if only these decide.
 
         So leases of several sizes stay suspended side by side: `make bench` has a bar for two sizes
-        in turn. Where a class has limits, a policy sizes, a device is shared or there is a choice
-        of devices, a decision depends on more than free cells.
+        in turn. Where a class has limits, a policy sizes or a device is shared, a decision depends
+        on more than free cells. Of several devices it is granted on the one that it would have if
+        all were reclaimed, or not here.
         """
         allocator = self.allocator
         if allocator.is_limited or allocator.may_share or self.queue.policy.size is not None:
             return False
-        if len(request.devices) > 1 or request.is_elastic or request.duration is not None:
+        if request.is_elastic or request.duration is not None:
             return False
         if any(part.named for part in request.parts):
             return False
-        return self.dispatcher.grant(request, request.devices, now)
+        devices = allocator.order(request, request.devices, self._suspended)[:1]
+        return self.dispatcher.grant(request, devices, now)
 
     def _enqueue(
         self, request: Request, line: RequestLine | None, now: float, *, wait: bool
