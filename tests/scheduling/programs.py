@@ -131,7 +131,8 @@ class Execution:
     Args:
         program: what runs.
         policy: its scheduler's.
-        elastic: leases are elastic, with checkpoints; else each piece is a lease of one size.
+        elastic: leases are elastic where their class names two sizes, with a checkpoint after each
+            piece; else each piece is a lease of one size, which has nothing to give at checkpoints.
         known: the scheduler is told durations.
         check: called after each event.
         prebuilt: only the sets of cells that a pool prepares have executors, and none is made: as
@@ -162,7 +163,16 @@ class Execution:
         self._events: list[tuple[float, int, Task]] = []
         self.waiting: dict[Task, None] = {}
         self.outcomes = {one.name: Outcome() for one in rules}
-        self._is_sized = isinstance(self.policy, Sized)
+        self._sizes = {one.rules.name: self._size(one) for one in self.program.traffic}
+
+    def _size(self, traffic: Traffic) -> SizeRange:
+        """Return what a class asks for."""
+        if not self.elastic:
+            return SizeRange(traffic.size, traffic.size)
+        # What is free at least is granted, so with a target it must be enough, unless the policy
+        # says what is.
+        is_enough = isinstance(self.policy, Sized) or traffic.rules.latency is None
+        return SizeRange(traffic.least if is_enough else traffic.size, traffic.most)
 
     def run(self) -> dict[str, Outcome]:
         """Run it to its end, and return what each class had.
@@ -198,17 +208,13 @@ class Execution:
         traffic, outcome = task.traffic, self.outcomes[task.traffic.rules.name]
         if task.left == (traffic.pieces or 1) and traffic.pieces:
             outcome.requests += 1
-        size = SizeRange(traffic.size, traffic.size)
-        if self.elastic:
-            # What is free at least is granted, so with a target it must be enough, unless the
-            # policy says what is.
-            is_enough = self._is_sized or traffic.rules.latency is None
-            size = SizeRange(traffic.least if is_enough else traffic.size, traffic.most)
+        size = self._sizes[traffic.rules.name]
+        pieces = task.left if size.least < size.most else 1
         task.asked = self.now
         try:
             task.request = request = self.scheduler.request(
                 self.now, (size,), service=traffic.rules.name, holder=task, owner=task,
-                duration=self._duration(traffic, traffic.pieces),
+                duration=self._duration(traffic, pieces),
             )  # fmt: skip
         except (DeadlineImpossible, QueueFull, TooManySMs):
             outcome.refused += 1
@@ -251,7 +257,7 @@ class Execution:
                 latency = self.now - task.arrived
                 outcome.in_time += latency <= (traffic.rules.latency or math.inf)
             self._granted(self.scheduler.drained(self.now, grant))
-        elif self.elastic:
+        elif grant.request.is_elastic:
             due, within = traffic.rules.latency, None
             if due is not None:  # half of what is left: it may have to wait for other leases
                 within = max(1e-6, (task.arrived + due - self.now) / task.left / 2)
@@ -276,13 +282,12 @@ def run(program: Program, policy: str, **options: Any) -> dict[str, Outcome]:
 
 
 def partitions(program: Program) -> dict[str, Outcome]:
-    """Run a program with a fixed partition for each piece, first in, first out."""
-    plain = [
-        replace(one, rules=ServiceClass(one.rules.name, priority=one.rules.priority,
-                                        latency=one.rules.latency))
-        for one in program.traffic
-    ]  # fmt: skip
-    return Execution(replace(program, traffic=tuple(plain)), Fifo(), elastic=False).run()
+    """Run a program with a fixed partition for each piece, first in, first out.
+
+    The classes are the same, with their reserves: these hold under every policy, so SMs that are
+    kept for one class are not there for the others on fixed partitions either.
+    """
+    return Execution(program, Fifo(), elastic=False).run()
 
 
 # -- drawing -------------------------------------------------------------------------------------

@@ -33,3 +33,12 @@ def test_a_grant_on_a_kept_device_leaves_no_request_waiting_for_what_is_free(see
     """An owner that takes its reserve changes when the first request may begin, or does not."""
     program = draw(seed)
     assert "free" not in faults(program, "fifo", partitions(program))
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"), [("fifo", 193), ("fifo", 21217), ("fair", 134), ("sized", 653)]
+)
+def test_the_highest_class_is_no_worse_than_on_fixed_partitions(policy: str, seed: int) -> None:
+    """It is given what a checkpoint frees, and let past a device kept for a lower class."""
+    program = draw(seed)
+    assert faults(program, policy, partitions(program)) == []

@@ -141,6 +141,48 @@ def test_a_higher_class_does_not_wait_for_ageing(policy: str) -> None:
     assert outcome.longest_wait <= 0.005 + 1e-9
 
 
+THREE = [ServiceClass("high", priority=2), ServiceClass("middle", priority=1), ServiceClass("low")]
+
+
+def test_a_higher_class_has_at_once_what_a_checkpoint_gives_up() -> None:
+    """It does not wait for the checkpoint of a yet lower class, which may be far away."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
+    (low,) = scheduler.request(0.0, (SizeRange(48, 56),), service="low").grants
+    (middle,) = scheduler.request(0.0, (SizeRange(64, 72),), service="middle").grants
+    high = scheduler.request(0.0, (SizeRange(64, 64),), service="high")
+    assert scheduler.checkpoint(0.001, middle) == [high]
+    assert middle.over
+    assert scheduler.checkpoint(0.002, low) == [middle.request]
+
+
+def test_what_a_checkpoint_gives_up_for_a_higher_class_stays_free() -> None:
+    """A lease does not take it up again: with the next checkpoint of another it is enough."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
+    scheduler.request(0.0, (SizeRange(40, 40),), service="low")
+    (one,) = scheduler.request(0.0, (SizeRange(32, 48),), service="low").grants
+    (two,) = scheduler.request(0.0, (SizeRange(32, 40),), service="low").grants
+    high = scheduler.request(0.0, (SizeRange(24, 24),), service="high")
+    assert scheduler.checkpoint(0.001, one) == []
+    assert one.sms == 32
+    assert scheduler.checkpoint(0.002, two) == [high]
+    assert two.sms == 32
+
+
+def test_what_ends_before_a_higher_lease_does_is_let_past_a_kept_device() -> None:
+    """A lease that is known to end gives nothing up for a lower class, so that waits for its end.
+
+    Until then requests of known duration are granted what is free beside it.
+    """
+    scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10, services=THREE)
+    scheduler.request(0.0, (SizeRange(64, 72),), service="middle", duration=10.0)
+    low = scheduler.request(0.0, (SizeRange(120, 120),), service="low")
+    (short,) = scheduler.request(1.0, (SizeRange(32, 32),), service="high", duration=1.0).grants
+    late = scheduler.request(1.0, (SizeRange(8, 8),), service="high", duration=20.0)
+    assert short.sms == 32
+    assert not low.grants
+    assert not late.grants
+
+
 def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
     """A holder with two leases, or one that waits for its own, keeps what it has."""
     scheduler = Scheduler([EIGHTS], POLICIES["fifo"](), 10, services=[ServiceClass("one")])

@@ -645,8 +645,8 @@ class SMAllocator:
         """
         at, freed = now, dict[Grant, int]()
         if self.shared_grants[device] and not request.class_state.shared:
-            at = max(grant.frees_at(now) for grant in self.shared_grants[device])
-        ends = [(x.frees_at(now), x) for x in self.grants[device] if not x.is_shared]
+            at = max(grant.frees_at(now, request) for grant in self.shared_grants[device])
+        ends = [(x.frees_at(now, request), x) for x in self.grants[device] if not x.is_shared]
         for end, grant in sorted(ends, key=itemgetter(0)):
             if self.would_fit(request, device, freed):
                 break

@@ -398,32 +398,34 @@ class Dispatcher:
 
     # -- leases that give way ----------------------------------------------------------------------
 
-    def keeps_at_checkpoint(self, grant: Grant, now: float) -> int | None:
-        """Return the SMs that an elastic lease keeps at its checkpoint; 0: it gives way.
+    def first_before(self, grant: Grant, now: float) -> Request | None:
+        """Return the request that goes before an elastic lease at its checkpoint.
 
-        None: what its policy says. It keeps less for the request that its device is kept for, for
-        the first one of the queue once that has aged, or for that if its class is higher; and no
-        less than that needs. Where it gives way, the device is kept for the request from then on.
+        The request that its device is kept for, else the first one of the queue, where that has
+        aged or its class is higher.
         """
         queue, device = self.queue, grant.device
         if not queue.waiting:
             return None
-        request, is_aged = self._first(), True
-        if queue.reservation is not None:
-            if queue.reservation.device != device:
-                return None
-            request = queue.reservation.request
-        elif request is not None:
-            is_aged = not self.policy.may_overtake(request, now)
+        request = self._first() if queue.reservation is None else queue.reservation.request
+        if queue.reservation is not None and queue.reservation.device != device:
+            return None
         if request is None or request.missing_executors or device not in request.devices:
             return None
         is_higher = request.class_state.priority > grant.class_state.priority
         is_own = grant.holder is not None and request.holder == grant.holder
-        if is_own or not (is_aged or is_higher) or self._holds_more(grant):
-            return None
+        may_wait = not is_higher and self.policy.may_overtake(request, now)
+        return None if is_own or may_wait or self._holds_more(grant) else request
+
+    def keeps_at_checkpoint(self, request: Request, grant: Grant, now: float) -> int | None:
+        """Return the SMs that an elastic lease keeps for a request that goes before it.
+
+        None: what its policy says. 0: it gives way, and the device is kept for the request.
+        """
+        is_aged = not self.policy.may_overtake(request, now)
         keeps = kept_at_checkpoint(self.allocator, request, grant, now, is_aged=is_aged)
         if keeps == 0:
-            queue.reservation = Reservation(request, device)
+            self.queue.reservation = Reservation(request, grant.device)
         return keeps
 
     def _holds_more(self, grant: Grant) -> bool:

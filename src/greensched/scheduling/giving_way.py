@@ -16,7 +16,8 @@ def kept_at_checkpoint(
     what their policy says they need, then nothing: of those of no higher priority than the request
     the lowest class and the longest lease first, then, for a request that has aged, those of higher
     priority. One of these that is known to end keeps its least. As many give way as are needed, and
-    none gives up its least in vain.
+    none gives up its least in vain. But a request of a higher class has what this lease gives up if
+    that is enough now: it does not wait for the checkpoint of a yet lower class.
 
     Args:
         allocator: the cells.
@@ -28,6 +29,8 @@ def kept_at_checkpoint(
     left, priority = _Left(allocator, request, grant.device), request.class_state.priority
     if left.is_enough():
         return None
+    if priority > grant.class_state.priority and (now_enough := left.keeps_now(grant)) is not None:
+        return now_enough
     elastic = sorted(left.elastic, key=lambda one: (one.class_state.priority, one.began))
     lower = [one for one in elastic if one.class_state.priority <= priority]
     higher = elastic[len(lower) :] if is_aged else []
@@ -68,9 +71,20 @@ class _Left:
 
     def keep(self, grant: Grant, sms: int) -> None:
         """Let an elastic lease keep so many SMs of what it has; 0: none."""
+        self._left[grant] = self._given(grant, sms)
+
+    def _given(self, grant: Grant, sms: int) -> int:
         kept = self._cells.fit(grant.mask, SizeRange(sms, sms)) if sms else 0
-        self._left[grant] = 0 if sms and not kept else grant.mask & ~kept
+        return 0 if sms and not kept else grant.mask & ~kept
 
     def is_enough(self) -> bool:
         """Return whether the request fits."""
         return self._allocator.would_fit(self._request, self._device, self._left)
+
+    def keeps_now(self, grant: Grant) -> int | None:
+        """Return what a lease may keep so that the request fits at once; None: it does not."""
+        for sms in (grant.request.target[0].least, 0):
+            given = {grant: self._given(grant, sms)}
+            if self._allocator.would_fit(self._request, self._device, given):
+                return sms
+        return None

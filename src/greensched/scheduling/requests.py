@@ -116,10 +116,15 @@ class Grant:
         """
         return self.is_bounded and self.ends is not None and self.ends > now
 
-    def frees_at(self, now: float) -> float:
-        """Return when its cells may be free at the earliest, as far as is known."""
-        is_known = self.ends is not None and not self.request.is_elastic
-        return max(now, self.ends or now) if is_known else now
+    def frees_at(self, now: float, request: Request) -> float:
+        """Return when its cells may be free for a request at the earliest, as far as is known.
+
+        An elastic lease may give them up at its next checkpoint, unless it is of a higher class and
+        known to end.
+        """
+        is_higher = self.class_state.priority > request.class_state.priority
+        gives_way = self.request.is_elastic and not (is_higher and self.will_end(now))
+        return now if gives_way or self.ends is None else max(now, self.ends)
 
     def __repr__(self) -> str:
         state = "over" if self.over else "draining" if self.draining else "leased"

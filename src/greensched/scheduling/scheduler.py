@@ -357,7 +357,9 @@ class Scheduler:
         if grant.is_shared or not grant.request.is_elastic:
             return self.dispatcher.dispatch(now) if is_sized or grant.mask != before else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
-        keeps = self.dispatcher.keeps_at_checkpoint(grant, now)
+        first, keeps = self.dispatcher.first_before(grant, now), None
+        if first is not None:
+            keeps = self.dispatcher.keeps_at_checkpoint(first, grant, now)
         if keeps == 0:
             return self._give_way(grant, now)
         granted: list[Request] = []
@@ -367,7 +369,8 @@ class Scheduler:
                 self._resize(grant, least, least)
             if grant.mask != before:
                 granted = self.dispatcher.dispatch(now)
-        if self._takes_up(grant, now):
+        is_kept = first is not None and first.state is QUEUED  # what is free is for that
+        if self._takes_up(grant, now) and not is_kept:
             held = grant.mask
             parts, target = grant.request.parts, grant.request.target
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
