@@ -42,6 +42,7 @@ from greensched.execution.eventloop import LoopAdapter, Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
+from greensched.leasing.decision_reads import DecisionReads
 from greensched.leasing.device_loss import device_lost, first_fault
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.holders import HolderWatch, place
@@ -104,6 +105,7 @@ class LeaseManager:
         self.driver = driver
         self._time = driver.time
         self.lock = lock
+        self.reads = DecisionReads(lock)
         self.state = PoolState.OPENING
         self.device_pools: tuple[DevicePool, ...] = ()
         self.scheduler: Scheduler
@@ -528,12 +530,11 @@ class LeaseManager:
         What closed loops held is taken over first. Inside a decision, statistics are those of the
         moment, and nothing is changed.
         """
-        in_decision = self.in_decision
-        if not in_decision:
+        if not self.in_decision:
             self.take_over_closed_loops()
-        with self.lock:
+        with self.reads.read() as may_change:
             now = self._time()
-            if not in_decision:
+            if may_change:
                 self.scheduler.reclaim(now)
             wake = None if self._wake is None else durations(self._wake)
             return collect_statistics(
@@ -542,8 +543,9 @@ class LeaseManager:
 
     def held(self) -> list[LeaseInfo]:
         """Return the leases that hold SMs, the oldest first. See `Pool.leases`."""
-        with self.lock:
-            self.scheduler.reclaim(self._time())
+        with self.reads.read() as may_change:
+            if may_change:
+                self.scheduler.reclaim(self._time())
             infos = [self._info(lease) for lease in self.leases if not lease.grant.over]
         return sorted(infos, key=lambda info: info.since)
 
@@ -737,6 +739,7 @@ class LeaseManager:
     def forked(self, lock: threading.RLock) -> None:
         """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
         self.lock = lock
+        self.reads = DecisionReads(lock)
         self.cache.forked(lock)
         self.state = FORKED
         for device_pool in self.device_pools:

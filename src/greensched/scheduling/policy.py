@@ -273,7 +273,8 @@ class GuardedPolicy:
         self._failed: set[str] = set()
 
     def _rank(self, request: RequestView) -> tuple[float, ...]:
-        rank: object = self.policy.rank(_request_snapshot(request))
+        snapshot = _request_snapshot(request)
+        rank: object = user_code.call(lambda: self.policy.rank(snapshot))
         if not _is_rank(rank):
             raise InvalidRequest(
                 f"{self.policy!r}.rank() returned {rank!r}: return a tuple of numbers"
@@ -308,7 +309,7 @@ class GuardedPolicy:
 
     def _call(self, method: str, call: Callable[[], T], default: T) -> T:
         try:
-            return call()
+            return user_code.call(call)
         except BaseException as error:
             if method not in self._failed or not isinstance(error, Exception):
                 self._failed.add(method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Mapping
+from functools import partial
 from math import frexp, inf
 from typing import Final, Protocol
 
@@ -275,7 +276,7 @@ class Request:
         if self.cost_failed:
             return None
         try:
-            seconds = float(duration.at(sms))
+            seconds = float(user_code.call(partial(duration.at, sms)))
             if 0 <= seconds < inf:
                 return seconds
             raise ValueError(f"at({sms}) returned {seconds}: return seconds, at least 0")
@@ -289,7 +290,7 @@ class Request:
         if duration is None or isinstance(duration, (int, float)) or self.cost_failed:
             return
         try:
-            duration.observe(sms, seconds)
+            user_code.call(partial(duration.observe, sms, seconds))
         except BaseException as error:  # as above
             self._curve_failed("observe", error)
 

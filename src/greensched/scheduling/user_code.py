@@ -1,9 +1,12 @@
-"""What the user's policies and duration curves raise inside decisions.
+"""The user's policies and duration curves inside decisions, and what they raise.
 
 A decision has moved cells already when it calls one of them, and its caller holds a lock. So no
 exception leaves such a call: `defer` keeps it, and the decision goes on with a default. It is not
 logged there either, because a log handler is the user's code, too. `report` does both, once the
 decision is complete and no lock is held.
+
+The caller's lock is held meanwhile, and nothing changes: `call` tells that to what reads the state,
+so that a thread which the user's code waits for can have it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ from __future__ import annotations
 import logging
 from _thread import get_ident
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
@@ -58,3 +65,29 @@ def report() -> None:
             interrupt = one.error
     if interrupt is not None:
         raise interrupt
+
+
+class Reader(Protocol):
+    """Reads the state of a scheduler that has a lock."""
+
+    def user_code_began(self) -> None:
+        """Be told that the user's code begins, perhaps in a decision of this reader's scheduler."""
+
+    def user_code_ended(self) -> None:
+        """Be told that it has ended; return once nothing is read beside the lock any more."""
+
+
+#: Of all pools, each told on the thread of the decision.
+readers: Final[WeakSet[Reader]] = WeakSet()
+
+
+def call(function: Callable[[], T]) -> T:
+    """Call the user's code inside a decision. It may raise anything."""
+    told = tuple(readers)
+    for reader in told:
+        reader.user_code_began()
+    try:
+        return function()
+    finally:
+        for reader in told:
+            reader.user_code_ended()

@@ -1,0 +1,197 @@
+"""No code of the user's keeps a pool from answering: callbacks ask it from another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import greensched
+from greensched import ALL, LaunchConfig, Pool, ServiceClass
+from greensched.driver import simulated
+from greensched.execution.call_context import hooks
+from greensched.kernels import spin
+from greensched.scheduling.policy import ClassView, RequestView, SizingView
+from helpers.waiting import until
+
+ONE = LaunchConfig(grid=1, block=1)
+EVERY_SM = 78
+#: Seconds after which there will be no answer.
+NEVER = 20.0
+
+
+class Asker:
+    """Asks a pool from another thread, and keeps by name which callbacks were answered."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.answered = dict[str, bool]()
+        self._busy = threading.local()
+
+    def ask(self, name: str) -> None:
+        """Have another thread ask for all that can be asked for, and wait for that."""
+        pool = self.pool
+        if pool is None or getattr(self._busy, "is_asking", False) or not pool.devices:
+            return
+        done = threading.Event()
+
+        def ask() -> None:
+            self._busy.is_asking = True  # what this thread logs itself asks nothing
+            pool.statistics(), pool.leases(), repr(pool), pool.is_ready, pool.hung
+            done.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        is_answered = done.wait(NEVER)
+        self.answered[name] = self.answered.get(name, True) and is_answered
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    """Asks in each log handler and call hook, too."""
+    asker = Asker()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            asker.ask(f"log {record.levelname}")
+
+    def hook(_: object, __: object) -> Callable[[Callable[[], Any]], Any]:
+        asker.ask("call hook")
+
+        def wrap(call: Callable[[], Any]) -> Any:
+            asker.ask("call wrapper")
+            return call()
+
+        return wrap
+
+    logger, handler = logging.getLogger("greensched"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    greensched.register_call_hook(hook)
+    yield asker
+    hooks.remove(hook)
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+class Own:
+    """A policy and a duration curve that ask in each method."""
+
+    def __init__(self, asker: Asker) -> None:
+        self.ask = asker.ask
+
+    def rank(self, request: RequestView) -> tuple[float, ...]:
+        self.ask("rank")
+        return (-request.priority,)
+
+    def may_overtake(self, first: RequestView, now: float) -> bool:
+        self.ask("may_overtake")
+        return True
+
+    def class_rank(self, service: ClassView) -> tuple[float, ...]:
+        self.ask("class_rank")
+        return (-service.priority,)
+
+    def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
+        self.ask("size")
+        return view.sizes[0], view.sizes[-1]
+
+    def at(self, sms: int) -> float:
+        self.ask("at")
+        return 0.01
+
+    def observe(self, sms: int, seconds: float) -> None:
+        self.ask("observe")
+
+
+class Value:
+    """Kept with an executor, and closed with it."""
+
+    def __init__(self, ask: Callable[[str], None]) -> None:
+        ask("local")
+        self._ask = ask
+
+    def close(self) -> None:
+        self._ask("local close")
+
+
+def kernel(ask: Callable[[str], None]) -> greensched.Kernel:
+    """A kernel whose reference and cost ask."""
+    kernel = greensched.Program('extern "C" __global__ void asks() {}').kernel("asks")
+
+    @kernel.reference
+    def reference(_: object) -> None:
+        ask("reference")
+
+    @kernel.cost
+    def cost(_: object) -> greensched.typing.Cost:
+        ask("cost")
+        return greensched.typing.Cost(fixed_ns=1000)
+
+    return kernel
+
+
+@pytest.mark.fault("I9", "D12")
+def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(asker: Asker) -> None:
+    """Policies, curves, records, handlers, jobs, values, kernels: the pool answers beside each."""
+    own, asks = Own(asker), kernel(asker.ask)
+    driver = simulated.open("h20", faults=[simulated.Hang("spin", 3)])
+
+    async def use(pool: Pool, service: str) -> None:
+        async with pool.partition((48, ALL), service=service, duration=own) as p:
+            await p.launch(ONE, spin, 1000)
+            await p.checkpoint(own)
+
+    async def main() -> None:
+        services = [ServiceClass("a"), ServiceClass("b")]
+        async with Pool(driver=driver, policy=own, services=services, hang_after=0.2) as pool:
+            asker.pool = pool
+            pool.watch(lambda record: asker.ask(type(record).__name__))
+            async with pool.partition(EVERY_SM, service="a", duration=own) as p:
+                tasks = [asyncio.create_task(use(pool, name)) for name in "ab"]
+                await until(lambda: pool.statistics().waiting == 2)
+                job = p.launch(ONE, asks)
+                job.add_done_callback(lambda _: asker.ask("done callback"))
+                await job
+                big = np.ones(2**20)
+                x = await p.upload(big, progress=lambda *_: asker.ask("progress"))
+                await p.run(asker.ask, "call")
+                await p.local(lambda: Value(asker.ask))
+                x.close()
+            await asyncio.gather(*tasks)
+            with pytest.raises(greensched.TooManySMs):
+                async with pool.partition(1000):
+                    pass
+            with pytest.raises(greensched.DeviceHung):
+                async with pool.partition(8) as p:
+                    await p.launch(ONE, spin, 1000)
+            await pool.aclose(grace=0.0)
+
+    asyncio.run(main())
+    driver.close()
+    expected = {"rank", "may_overtake", "class_rank", "size", "at", "observe", "call hook"}
+    expected |= {"call", "call wrapper", "done callback", "progress", "local", "reference", "cost"}
+    expected |= {"Requested", "Queued", "Granted", "Submitted", "Done", "Released", "Drained"}
+    expected |= {"log DEBUG", "log ERROR", "log WARNING"}
+    assert expected <= set(asker.answered), expected - set(asker.answered)
+    assert [name for name, is_answered in asker.answered.items() if not is_answered] == []
+
+
+@pytest.mark.fault("I9")
+def test_a_value_is_closed_beside_a_pool_that_answers(asker: Asker) -> None:
+    """The end of an executor's values asks, and is answered, while the pool closes."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h20") as pool:
+            asker.pool = pool
+            async with pool.partition(8) as p:
+                await p.local(lambda: Value(asker.ask))
+
+    asyncio.run(main())
+    assert asker.answered["local close"]
+    assert all(asker.answered.values())
