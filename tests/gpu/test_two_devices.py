@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
+import numpy as np
 import pytest
 
 from greensched import Device, Pool
 from greensched import driver as drivers
+from greensched.driver.cuda.driver import CudaDriver
 from helpers.backend import standin_library
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +61,30 @@ def test_torch_has_the_device_of_each_partition(uuids: list[str]) -> None:
                     assert [sum_.device.index for sum_ in sums] == [0, 1]
                     assert [float(sum_) for sum_ in sums] == [512.0**3, 4 * 512.0**3]
                 assert torch.cuda.current_device() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["peer", "staged"])
+def test_large_copies_arrive(uuids: list[str], monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A quarter of a gigabyte goes to the other device and back, straight or through the host."""
+    if way == "staged":
+        monkeypatch.setattr(CudaDriver, "can_access_peer", lambda *_: False)
+    array = np.random.default_rng(1).integers(0, 256, 2**28, np.uint8)
+
+    async def main() -> None:
+        async with Pool([0, 1]) as pool:
+            async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
+                with await p.upload(array) as here, await q.empty_like(array) as there:
+                    took = []
+                    for _ in range(2):
+                        began = time.perf_counter()
+                        await p.copy(there, here)
+                        took.append(time.perf_counter() - began)
+                    print(f"{way}: {array.nbytes / 1e9 / min(took):.1f} GB/s")
+                    await p.copy(here, np.zeros_like(array))
+                    await q.copy(here, there)
+                    np.testing.assert_array_equal(await p.download(here), array)
 
     asyncio.run(main())
 
