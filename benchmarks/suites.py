@@ -89,7 +89,7 @@ GPU_PARTS = {
 
 def host(standin: str | None) -> Parts:
     """Measure what needs no GPU, and with a stand-in driver's folder what runs on that."""
-    from benchmarks.micro import import_time, lease, pytest_plugin, scheduler
+    from benchmarks.micro import import_time, lease, pytest_plugin, scheduler, threads
     from benchmarks.system import client_disconnect, heartbeat
 
     simulated = ["--driver", "simulated:h200"]
@@ -100,6 +100,7 @@ def host(standin: str | None) -> Parts:
         "scheduler": scheduler.measure,
         "two devices": lambda: asyncio.run(lease.two_devices()),
         "event loop": heartbeat.measure,
+        "threads without a loop": threads.measure,
         "simulated H200, real clock": lambda: [
             *run_program(_HOT_PATH, *simulated),
             *run_program("benchmarks.micro.queue", *simulated),

@@ -1,8 +1,7 @@
 """`pool.sync`: the pool for threads that run no loop: scripts, notebooks, synchronous servers.
 
-Nothing is scheduled here. A loop runs on a thread of its own, every call goes to the pool there
-through anyio's blocking portal, and the caller blocks until it has returned: so there is one
-semantics, without `await`.
+Nothing is scheduled here. A loop runs on a thread of its own, every call is a task there, and the
+caller blocks until it has ended: so there is one semantics, without `await`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ import os
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial, update_wrapper
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakSet
 
 import anyio
-from anyio.from_thread import BlockingPortal
 
 from greensched._asynclib import in_event_loop
 from greensched._validation import Uncopyable
@@ -50,8 +50,9 @@ def _interrupts_deferred() -> Iterator[None]:
     An interrupt inside would leave a loop's thread that nothing ends, and that is waited for. Only
     the main thread is interrupted, and only by a handler of Python.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
@@ -95,7 +96,8 @@ class _LoopThread:
     """A loop on a daemon thread, which runs while anything uses it.
 
     anyio's `BlockingPortalProvider` is no substitute: the collector would wait in it for its
-    thread, which the end of the interpreter has stopped by then.
+    thread, which the end of the interpreter has stopped by then, and each call would go to the loop
+    twice. Here a call wakes the loop only where no other is about to begin.
 
     Args:
         new_loop: makes the loop; None: asyncio does.
@@ -110,10 +112,12 @@ class _LoopThread:
         self._thread: threading.Thread | None = None
         # These are the latest thread's.
         self.loop: asyncio.AbstractEventLoop
-        self._portal: BlockingPortal
         self._stopped: anyio.Event
+        #: Calls that have not begun; whether the loop is about to begin them.
+        self._calls: deque[_Call[Any]] = deque()
+        self._is_woken = False
 
-    def enter(self) -> BlockingPortal:
+    def enter(self) -> None:
         """Begin a use: have the loop run until `leave`, or `leave_collected`."""
         with self._lock:
             if self._thread is None:
@@ -124,7 +128,33 @@ class _LoopThread:
                 started.result()
                 self._thread = thread
             self._uses.append(None)
-            return self._portal
+
+    def begin(self, call: _Call[Any]) -> None:
+        """Begin a call, with the next turn of the loop."""
+        self._calls.append(call)
+        if not self._is_woken:
+            self._is_woken = True
+            self.loop.call_soon_threadsafe(self._begin_calls)
+
+    def cancel(self, call: _Call[Any]) -> None:
+        """Cancel a call, and wait until it has ended, which a cancelled task does at once."""
+        self.loop.call_soon_threadsafe(self._cancel, call)
+        with suppress(CancelledError):
+            call.ended.exception()
+
+    def _begin_calls(self) -> None:
+        self._is_woken = False  # first: what is added behind the last one wakes the loop again
+        while self._calls:
+            call = self._calls.popleft()
+            call.task = self.loop.create_task(call.run(), context=call.context)
+
+    def _cancel(self, call: _Call[Any]) -> None:
+        self._begin_calls()  # an interrupt may have come before the loop was woken
+        if call.task is None:
+            call.ended.cancel()
+        else:
+            call.task.add_done_callback(lambda _: call.ended.cancel())  # it may not have begun
+            call.task.cancel()
 
     def leave(self) -> None:
         """End a use. The last one ends the loop, and waits for that."""
@@ -154,9 +184,9 @@ class _LoopThread:
     def _run(self, started: Future[None]) -> None:
         async def serve() -> None:
             self.loop, self._stopped = asyncio.get_running_loop(), anyio.Event()
-            async with BlockingPortal() as self._portal:
-                started.set_result(None)
-                await self._stopped.wait()
+            self._is_woken = False  # the former loop may have ended before it began its calls
+            started.set_result(None)
+            await self._stopped.wait()
 
         try:
             anyio.run(serve, backend="asyncio", backend_options=self._options)
@@ -236,14 +266,14 @@ class SyncPool(Uncopyable):
             leave()
 
     @contextmanager
-    def _portal(self) -> Iterator[BlockingPortal]:
+    def _loop_runs(self) -> Iterator[None]:
         """Have the loop run while the block is open."""
         is_entered = False
         try:
             with _interrupts_deferred():
-                portal = self._loop.enter()
+                self._loop.enter()
                 is_entered = True
-            yield portal
+            yield
         except GeneratorExit:  # perhaps the collector ends the block
             is_entered = False
             self._loop.leave_collected()
@@ -307,9 +337,9 @@ class SyncPool(Uncopyable):
     def _block(self, block: AbstractAsyncContextManager[E], wrap: Callable[[E], V]) -> Iterator[V]:
         """Turn an `async with` into a `with`; its loop runs while the block is open."""
         self._check()
-        with self._portal():
+        with self._loop_runs():
             try:
-                yield wrap(self.call(block.__aenter__))
+                yield wrap(self._call(block.__aenter__))
             except GeneratorExit as error:
                 _end_collected(block, error)
                 raise
@@ -328,16 +358,20 @@ class SyncPool(Uncopyable):
         function counts as the calling thread; the tasks that it starts count as tasks.
         """
         self._check()
-        call = _PortalCall(function, args)
-        with self._portal() as portal:
-            try:
-                future: Future[T] = portal.start_task_soon(call.run)
-                return future.result()
-            except Exception:
-                raise
-            except BaseException:  # an interrupt, which may come at any line above
-                portal.call(call.cancel)
-                raise
+        with self._loop_runs():
+            return self._call(function, *args)
+
+    def _call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Do the same while the loop runs."""
+        call: _Call[T] = _Call(function, args)
+        try:
+            self._loop.begin(call)
+            return call.ended.result()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, which may come at any line above
+            self._loop.cancel(call)
+            raise
 
     def _check(self) -> None:
         if in_event_loop():
@@ -356,33 +390,26 @@ def _end_collected(block: AbstractAsyncContextManager[object], error: GeneratorE
         block.__aexit__(type(error), error, error.__traceback__).send(None)
 
 
-class _PortalCall:
-    """A call of a coroutine function on the portal's loop, which can be cancelled there."""
+class _Call(Generic[T]):
+    """A call of an async function by a thread, as a task of the loop."""
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> None:
         self._function = function
         self._args = args
         self._thread = threading.current_thread()
-        self._scope: anyio.CancelScope | None = None
-        self._ended: anyio.Event
+        self.context = copy_context()
+        #: None until it has begun.
+        self.task: asyncio.Task[None] | None = None
+        self.ended: Future[T] = Future()
 
-    async def run(self) -> Any:
-        self._ended = anyio.Event()
-        holder_override.set((current_adapter().current_task(), self._thread))  # in its own context
+    async def run(self) -> None:
+        holder_override.set((current_adapter().current_task(), self._thread))
         try:
-            with anyio.CancelScope() as self._scope:
-                return await self._function(*self._args)
-        finally:
-            self._ended.set()
-
-    async def cancel(self) -> None:
-        """Cancel the call, and wait until it has ended, which a cancelled task does at once.
-
-        The portal runs this behind the call: if that has not begun by now, it never will.
-        """
-        if self._scope is not None:
-            self._scope.cancel()
-            await self._ended.wait()
+            value = await self._function(*self._args)
+        except BaseException as error:  # an interrupt, too, is the caller's and ends no loop
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(value)
 
 
 def _blocking(

@@ -1,0 +1,43 @@
+"""How calls of `pool.sync` go to its loop."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from greensched import Pool
+
+
+def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way between threads costs more than a lease: ten calls for a busy loop share one."""
+    pool = Pool(driver="simulated:h200")
+    busy, go = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        busy.set()
+        go.wait()
+
+    with pool.sync:
+        loop, woken = pool.sync._loop.loop, list[Any]()
+        real = loop.call_soon_threadsafe
+
+        def wake(*args: Any, **options: Any) -> Any:
+            woken.append(args)
+            return real(*args, **options)
+
+        threads = [threading.Thread(target=pool.sync.call, args=(block,))]
+        threads[0].start()
+        busy.wait()
+        monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
+        for _ in range(10):
+            threads.append(threading.Thread(target=pool.sync.call, args=(anyio.sleep, 0)))
+            threads[-1].start()
+        while len(pool.sync._loop._calls) < 10:
+            threading.Event().wait(0.001)
+        assert len(woken) == 1
+        go.set()
+        for thread in threads:
+            thread.join()
