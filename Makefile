@@ -3,6 +3,8 @@
 #   make demo           run the demo, on a GPU or a simulated one
 #   make test           run the tests on simulated GPUs
 #   make faults         run the tests of the faults in tests/faults/cases.toml, and print each with its result
+#   make every-call     fail each driver call of the conformance suite's scenarios in turn, and judge what
+#                       follows; CALLS=8 combinations of each scenario, 0 for all
 #   make check          lint, format, types, import contracts, spelling
 #   make docs           build the documentation in .build/site, warnings as errors
 #   make screens        draw the pictures of `greensched top` in docs/reference
@@ -46,7 +48,7 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo docs screens docs-serve test faults check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
+.PHONY: demo docs screens docs-serve test faults every-call check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -59,6 +61,10 @@ test: $(VENV)/.ready
 
 faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults -n $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )) --maxprocesses 8 --dist worksteal $(ARGS)
+
+CALLS ?= 8
+every-call: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -p tests.faults.every_call -p no:randomly --every-call $(CALLS) $(or $(ARGS),tests/conformance)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

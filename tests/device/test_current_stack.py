@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -124,3 +124,18 @@ def test_a_lost_device_is_told_at_once(contexts: list[Context], nth: int) -> Non
         with pytest.raises(DeviceFault), contexts[0]:
             pass
         assert driver.script.calls["set_current"] == failing
+
+
+@pytest.mark.fault("C1")
+@pytest.mark.parametrize("outer", [False, True], ids=["none before", "one before"])
+def test_what_is_made_inside_is_not_lost_where_the_driver_does_not_say(
+    contexts: list[Context], outer: bool
+) -> None:
+    """A driver that does not say what is current at the end of a block loses nothing of it."""
+    driver = contexts[0].driver
+    assert isinstance(driver, simulated.SimulatedDriver)
+    with contexts[1] if outer else nullcontext():
+        before = driver.current()
+        with contexts[0].entered():
+            driver.script.add(Fail("current", driver.script.calls["current"] + 1, "INVALID_VALUE"))
+        assert driver.current() == before

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 import anyio
 
 #: Virtual time advances only while nothing is ready, so every so many turns `until` sleeps.
 PAUSE_EVERY = 50
+#: So many turns `until` waits. Where calls fail in turn, a condition may never hold.
+LIMIT = math.inf
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -15,6 +18,7 @@ async def until(condition: Callable[[], bool]) -> None:
     turn = 0
     while not condition():
         turn += 1
+        assert turn < LIMIT, "a condition that does not come to hold"
         await anyio.sleep(0.0005 if turn % PAUSE_EVERY == 0 else 0)
 
 

@@ -157,9 +157,9 @@ class ContextScope:
         before, driver = self._before, self._driver
         if before is None:  # setting NULL pops once, and code inside may have pushed more
             self._set(None)
-            while driver.current() is not None:
+            while self._current(None) is not None:
                 self._set(None)
-        elif self.always or driver.current() != before:
+        elif self.always or self._current(self.context.handle) != before:
             try:
                 self._set(before)
             except DeviceFault:  # no call may follow on a lost device
@@ -169,6 +169,15 @@ class ContextScope:
                     if driver.current() == self.context.handle:
                         driver.set_current(None)
                 raise
+
+    def _current(self, otherwise: ContextHandle | None) -> ContextHandle | None:
+        """Ask what is current; where the driver does not say, what was made inside is not lost."""
+        try:
+            return self._driver.current()
+        except DeviceFault:
+            raise
+        except GreenschedError:
+            return otherwise
 
     def _set(self, context: ContextHandle | None) -> None:
         try:
