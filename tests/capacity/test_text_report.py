@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -435,6 +436,28 @@ def test_a_plot_says_what_to_install(
     monkeypatch.setattr(experiment, "run_experiment", None)  # it would not get so far
     assert cli.main(["simulate", "--plot", str(tmp_path / "a.png")]) == 2
     assert install_command("plot") in capsys.readouterr().err
+
+
+def test_a_plot_has_the_distributions_at_the_highest_rate() -> None:
+    """Of each strategy a line from the fastest to the slowest request of a class, in ms."""
+    whole = WeightedValues.of([0.3, 0.1, 0.2], [1, 1, 2])
+    latencies = [{"chat": SimpleNamespace(whole=whole)}]
+    groups = [
+        SimpleNamespace(strategy=strategy, rate=rate, latencies=latencies)
+        for strategy, rate in (("streams", 0.5), ("streams", 1.0), ("sized", 1.0))
+    ]
+    drawn: dict[str, list[float]] = {}
+
+    def line(values: list[float], parts: list[float], *, label: str) -> None:
+        assert label not in drawn
+        assert parts == plot.PARTS
+        drawn[label] = values
+
+    axis = SimpleNamespace(plot=line, set_xscale=lambda _scale: None)
+    found: Any = SimpleNamespace(offered={0.5: 50.0, 1.0: 100.0}, groups=groups)
+    plot.draw_distribution(axis, found, "chat")
+    in_ms = [100.0] * 50 + [200.0] * 100 + [300.0] * 49
+    assert drawn == {"streams": pytest.approx(in_ms), "sized": pytest.approx(in_ms)}
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -303,6 +303,35 @@ def test_what_a_test_leaves_fails_it(suite: pytest.Pytester, kind: str) -> None:
     result.stdout.fnmatch_lines([f"*the test left something behind: {said}"])
 
 
+def test_a_failed_test_shows_what_held_which_sms(suite: pytest.Pytester) -> None:
+    """Its report has the SMs by time, with the holders; that of a test without a lease has none."""
+    source = """
+async def test_it(sim_pool):
+    async with sim_pool(sms=32) as pool:
+        asyncio.current_task().set_name("main")
+        async with pool.partition(16) as p:
+            await p.launch(CONFIG, spin, 8 * MS)
+            async with pool.partition(8) as p:
+                await p.launch(CONFIG, spin, 8 * MS)
+                assert False
+
+async def test_nothing(sim_pool):
+    assert False
+"""
+    result = run(suite, source, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "* what held which SMs *",
+            "SMs by time, 0.000000 to 0.016* s: A main; lower case: draining; '.': free",
+            f"GPU 0 SM    0-15 |{'A' * 64}|",
+            f"GPU 0 SM   16-23 |{'.' * 32}{'A' * 32}|",
+            f"GPU 0 SM   24-31 |{'.' * 64}|",
+        ],
+        consecutive=True,
+    )
+    assert len([line for line in result.outlines if "what held which SMs" in line]) == 1
+
+
 def test_a_failed_test_is_one_failure(suite: pytest.Pytester) -> None:
     """A test that failed is not blamed for what its traceback keeps alive as well."""
     run(

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from greensched.capacity import metrics
 from greensched.capacity.results import Results, RunGroup, attained, targets
 from greensched.errors import InvalidRequest, MissingPackage
 
+#: Percentiles of a distribution that are drawn.
+PARTS = [part / 200 for part in range(1, 200)]
+
 
 def save(results: Results, path: Path) -> None:
-    """Draw each strategy's attainment and the 99th percentile of each class, with its target.
+    """Draw each strategy's attainment, and the latencies of each class, with its target.
 
-    With several rates they are drawn over the offered requests a second, otherwise as bars.
+    With several rates, attainment and the 99th percentile are drawn over the offered requests a
+    second, otherwise as bars. Below are the distributions of the latencies at the highest rate.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
         InvalidRequest: the file cannot be written.
     """
     latencies = targets(results)
-    figure, axes = pyplot().subplots(
-        1, 1 + len(latencies), figsize=(5 * (1 + len(latencies)), 4), squeeze=False
-    )
+    columns = 1 + len(latencies)
+    figure, axes = pyplot().subplots(2, columns, figsize=(5 * columns, 8), squeeze=False)
     first, *rest = axes[0]
     _draw(first, results, partial(attained, results))
     first.axhline(metrics.MUST_MEET, color="grey", linewidth=0.8)
@@ -35,9 +39,26 @@ def save(results: Results, path: Path) -> None:
         axis.set(title=f"{name}: p99 in ms (line: target)")
         if len(results.offered) > 1:
             axis.set_yscale("log")
-    if len(results.offered) > 1:
-        first.legend()
+    for axis, (name, target) in zip(axes[1][1:], latencies.items(), strict=True):
+        draw_distribution(axis, results, name)
+        axis.axvline(1e3 * target, color="grey", linewidth=0.8)
+        rate = max(results.offered.values())
+        axis.set(title=f"{name}: latencies in ms at {rate:.3g} requests/s", ylim=(0, 1.02))
+    axes[1][0].axis("off")
+    if latencies:
+        axes[1][0].legend(*axes[1][1].get_legend_handles_labels(), loc="center")
     write(figure, path)
+
+
+def draw_distribution(axis: Any, results: Results, name: str) -> None:
+    """Draw which part of a class's requests had at most which latency, at the highest rate."""
+    highest = max(results.offered, key=lambda rate: results.offered[rate])
+    for group in results.groups:
+        if group.rate == highest:
+            found = [each[name].whole for each in group.latencies]
+            seconds = [fmean(one.percentile(part) for one in found) for part in PARTS]
+            axis.plot([1e3 * each for each in seconds], PARTS, label=group.strategy)
+    axis.set_xscale("log")
 
 
 def _p99(name: str, group: RunGroup) -> list[float]:

@@ -22,11 +22,13 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
     """Simulate a GPU in virtual time, with assertions on what ran on it.
 
     An async test that uses it runs on its clock. After a test that passed, nothing may be leased or
-    alive on the GPU: otherwise the test fails with what is left.
+    alive on the GPU: otherwise the test fails with what is left. The report of a test that failed
+    has what held which SMs when, of the pools of `sim_pool`.
     """
     from greensched.integrations.testing import SimGPU
 
-    gpu, outcome = SimGPU(), _Outcome(request.node)
+    gpu = SimGPU()
+    outcome = _Outcome(request.node, gpu)
     manager = request.config.pluginmanager
     manager.register(outcome)
     try:
@@ -86,8 +88,9 @@ def _on_clock(gpu: SimGPU, main: Callable[..., Any], backend: Any) -> Callable[.
 class _Outcome:
     """Whether a test has passed, for its fixtures; registered while they are in use."""
 
-    def __init__(self, item: pytest.Item) -> None:
+    def __init__(self, item: pytest.Item, gpu: SimGPU) -> None:
         self._item = item
+        self._gpu = gpu
         self.has_passed = False
 
     @pytest.hookimpl(wrapper=True)
@@ -97,4 +100,6 @@ class _Outcome:
         report = yield
         if item is self._item and call.when == "call":
             self.has_passed = report.passed
+            if report.failed and (held := self._gpu.map()):
+                report.sections.append(("what held which SMs", held))
         return report

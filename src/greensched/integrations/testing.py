@@ -12,15 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
-from greensched import Kernel, Partition, Pool, PoolState
+from greensched import Granted, Kernel, Partition, Pool, PoolState, Record
 from greensched.driver import simulated
 from greensched.driver.simulated import Fault, Hang, SimulatedDriver, Span
 from greensched.errors import InvalidRequest
+from greensched.observability import sm_map
+from greensched.observability.lease_history import LeaseHistory, TracedDevice
+from greensched.observability.snapshot import DeviceSnapshot
 
 T = TypeVar("T")
 
 #: The default GPU, with 132 SMs.
 DEFAULT_GPU = "h200"
+#: Spans of leases that are kept of each pool: what a map of a failed test shows.
+MOST_SPANS = 200
 #: SMs of a GPC in a GPU of another size: whole sets of 8, no more than the default GPU's.
 GPC = 16
 
@@ -64,6 +69,7 @@ class SimGPU:
         self.clock = simulated.VirtualClock(seed)
         self._machines: list[tuple[SimulatedDriver, tuple[Fault, ...]]] = []
         self._pools: list[Pool] = []
+        self._watched: list[_WatchedPool] = []
         self._spans: list[Span] = []
 
     # -- machines ----------------------------------------------------------------------------------
@@ -96,6 +102,7 @@ class SimGPU:
         """Make a pool over a machine of its own; see `SimPool`."""
         pool = Pool(driver=self.open(sms, faults=faults), **options)
         self._pools.append(pool)
+        self._watched.append(_WatchedPool(pool))
         return pool
 
     # -- time --------------------------------------------------------------------------------------
@@ -220,6 +227,10 @@ class SimGPU:
         ]
         return "\n".join(["what ran:", *rows])
 
+    def map(self) -> str:
+        """Return what held which SMs when, of the pools of `pool`, as lines of text."""
+        return "\n".join(line for one in self._watched for line in one.map(self.time))
+
     # -- the end -----------------------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
@@ -246,6 +257,34 @@ class SimGPU:
         for driver, _ in self._machines:
             driver.close()
         return leftovers
+
+
+class _WatchedPool:
+    """A pool, and what held its SMs."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._devices: list[TracedDevice] = []
+        self._history = LeaseHistory(MOST_SPANS)
+        pool.watch(self._add)
+
+    def _add(self, record: Record) -> None:
+        if not self._devices and isinstance(record, Granted):
+            self._devices = [_traced(one) for one in self._pool.snapshot().devices]
+        self._history.add(record)
+
+    def map(self, now: float) -> list[str]:
+        spans = self._history.all_spans(now)
+        if not spans:
+            return []
+        start, end = min(one.start for one in spans), max(one.end for one in spans)
+        return sm_map.text(sm_map.by_holder(spans), self._devices, start, end)
+
+
+def _traced(device: DeviceSnapshot) -> TracedDevice:
+    sizes = [cell.sms for cell in device.cells]
+    count = sizes.count(sizes[0])
+    return TracedDevice(device.device, device.name, device.uuid, device.sms, count, sizes[0])
 
 
 #: States of a pool that is not closed.

@@ -13,6 +13,8 @@ from greensched.observability.lease_history import Span, TracedDevice
 RESOLUTION: Final = 1 / 2000
 #: Letters of classes in a text; the case says whether the work is after the block.
 _LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+#: Holders that a text tells apart.
+_MOST_HOLDERS: Final = 8
 #: Columns and rows of a text, at most.
 _COLUMNS: Final = 64
 _ROWS: Final = 16
@@ -74,6 +76,12 @@ def merged(found: Iterable[Rectangle], gap: float) -> list[Rectangle]:
 
 def _is_short(one: Rectangle, other: Rectangle, gap: float) -> bool:
     return min(one.end - one.start, other.end - other.start) < gap
+
+
+def by_holder(spans: Sequence[Span]) -> list[Span]:
+    """Return spans with the names of their holders for classes; as they are, if there are many."""
+    named = [replace(one, service=f"{one.holder} {one.service}".strip()) for one in spans]
+    return named if len({one.service for one in named}) <= _MOST_HOLDERS else list(spans)
 
 
 def text(
