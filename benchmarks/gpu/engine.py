@@ -169,6 +169,8 @@ class Streams:
     def __init__(self, device: int) -> None:
         self._device = device
         self._made: dict[str, Place] = {}
+        #: Green contexts of torch: each ends with its object, also under its streams.
+        self._contexts: list[Any] = []
 
     def place(self, name: str, make: Callable[[], Any], priority: int = 0) -> Place:
         """Return the place of this name; make it at the first use."""
@@ -183,6 +185,7 @@ class Streams:
         name = f"green {sms}"
         if name not in self._made:
             context = GreenContext.create(num_sms=sms, device_id=self._device)
+            self._contexts.append(context)
             self._made[name] = on_stream(lambda: use(context.Stream()), make)
         return self._made[name]
 
@@ -395,7 +398,8 @@ async def run(model: Any, serves: list[Serve], arrivals: list[Arrival]) -> dict[
     await either()
     for task in (*serving, idle):
         task.cancel()
-    for ended in await asyncio.gather(*serving, return_exceptions=True):
+    ends = await asyncio.gather(*serving, idle, return_exceptions=True)
+    for ended in ends[:-1]:
         if not isinstance(ended, asyncio.CancelledError):
             raise RuntimeError("the loop of the engine ended") from ended
     done = [s for s in sequences if s.is_complete]
@@ -563,8 +567,8 @@ async def search(
     rates: Iterable[float],
 ) -> float:
     """Return the highest rate that is kept, from the start upwards or downwards; 0: none is."""
-    grid = sorted(rates)
-    at = max((i for i, rate in enumerate(grid) if rate <= what.start), default=0)
+    grid = sorted({*rates, what.start})
+    at = grid.index(what.start)
     if not is_kept(await measure(grid[at]), what.target):
         while at > 0:
             at -= 1

@@ -60,7 +60,7 @@ def test_in_time_means_first_token_and_most_gaps() -> None:
 
 @pytest.mark.parametrize(
     ("start", "kept", "knee", "most"),
-    [(4, 6, 6, 3), (12, 6, 6, 4), (4, 0, 0, 5), (4, 99, 40, 17), (0.5, 1, 1, 2)],
+    [(4, 6, 6, 3), (12, 6, 6, 4), (4, 0, 0, 5), (4, 99, 40, 17), (0.5, 1, 1, 3), (7, 7, 7, 2)],
 )
 def test_the_search_finds_the_knee(start: float, kept: float, knee: float, most: int) -> None:
     """From below and from above, without a rate that is not needed."""
