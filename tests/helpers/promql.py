@@ -125,6 +125,8 @@ class Series:
             return {
                 labels: value for labels, value in left.items() if COMPARISONS[op](value, right)
             }
+        if op == "or":
+            return {**right, **left}
         matching = node.modifier.matching if node.modifier else None
         others = {_kept(labels, matching): value for labels, value in right.items()}
         pairs = {labels: _kept(labels, matching) for labels in left}

@@ -122,13 +122,15 @@ def test_a_healthy_service_raises_no_alarm() -> None:
     assert found(healthy) == set()
 
 
-def test_a_hung_kernel() -> None:
-    """The request gives up in time, and its work does not end."""
+@pytest.mark.parametrize("hang_after", [None, 30])
+def test_a_hung_kernel(hang_after: float | None) -> None:
+    """Work does not end whose request gave up, or whose request waits, with `hang_after`."""
 
     async def service(pool: Pool) -> None:
-        await opened(pool, chat)
+        await opened(pool, chat if hang_after is None else batch)
 
-    assert found(service, faults=[Hang("spin", nth=5)]) == {"GreenschedWorkHung"}
+    faults = [Hang("spin", nth=5)]
+    assert found(service, faults=faults, hang_after=hang_after) == {"GreenschedWorkHung"}
 
 
 def test_a_lost_device() -> None:

@@ -62,6 +62,11 @@ METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
         "For how long the oldest lease has been in its state.",
         ("device", "service", "state"),
     ),
+    "hung_sms": (
+        GaugeMetricFamily,
+        "SMs under work that has not ended within hang_after.",
+        ("device", "service"),
+    ),
     "service_sms": (GaugeMetricFamily, "SMs that a class holds.", ("service",)),
     "service_sms_lent": (
         GaugeMetricFamily,
@@ -195,6 +200,8 @@ class _Samples:
         self._add("sms_limit", device.sm_count, device.uuid)
         for state, sms in found.sms.items():
             self._add("sms", sms, device.uuid, state)
+        for service, sms in found.hung.items():
+            self._add("hung_sms", sms, device.uuid, service)
         for (service, state), leases in found.leases.items():
             self._add("leases", leases.count, device.uuid, service, state)
             self._add("oldest_lease_seconds", leases.oldest, device.uuid, service, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,12 +67,14 @@ class DeviceReading:
     Attributes:
         sms: SMs by state: `free`, `leased`, or `draining` until the work of an ended lease is done.
         leases: by service class, and state: `used` or `draining`.
+        hung: SMs under work that hangs, by the class of the lease; see `Pool.hung`.
     """
 
     device: Device
     is_up: bool
     sms: dict[str, int]
     leases: dict[tuple[str, str], LeasesReading] = field(default_factory=dict)
+    hung: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,10 @@ def read(pool: Pool) -> PoolReading:
         )
         for device in pool.devices
     )
+    for hung in pool.hung:
+        for found in devices:
+            if found.device.ordinal == hung.device:
+                found.hung[hung.service] += hung.sms
     return PoolReading(pool.is_ready, fault, statistics, devices)
 
 
