@@ -104,6 +104,7 @@ def host(standin: str | None) -> Parts:
         "simulated H200, real clock": lambda: [
             *run_program(_HOT_PATH, *simulated),
             *run_program("benchmarks.micro.queue", *simulated),
+            *run_program("benchmarks.micro.metrics"),
         ],
     }
     if standin is not None:

@@ -18,6 +18,7 @@ from benchmarks.micro import (
     call,
     launch,
     lease,
+    metrics,
     partitions,
     profile,
     pytest_plugin,
@@ -53,6 +54,14 @@ def test_both_sides_are_measured(benchmark: object) -> None:
         assert row.theirs > 0
         assert row.interval is not None
         assert Row.from_dict(row.as_dict()) == row
+
+
+@pytest.mark.usefixtures("few")
+def test_the_cost_of_metrics_is_measured() -> None:
+    """Leases that are kept, and those that are decided on, with classes and without."""
+    rows = asyncio.run(metrics.measure())
+    assert len(rows) == 4
+    assert all(row.ours > 0 < row.theirs and row.bar == "<= 1.05 x" for row in rows)
 
 
 def test_eight_partitions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

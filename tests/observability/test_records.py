@@ -37,6 +37,7 @@ from greensched import (
 from greensched.driver.simulated import Crash
 from greensched.integrations.testing import SimGPU
 from greensched.kernels import spin
+from greensched.scheduling.histogram import Histogram, durations
 
 CONFIG = LaunchConfig(grid=1, block=1)
 MS = 1_000_000
@@ -294,6 +295,38 @@ def test_times_of_leases_are_counted_in_doubling_buckets() -> None:
     async def one(pool: Pool) -> None:
         async with pool.partition(16):
             await asyncio.sleep(0.001)
+
+    gpu.run(main)
+
+
+def test_many_durations_are_counted_as_one_by_one() -> None:
+    """Counting a list gives the same histogram as counting each, durations of 0 included."""
+    found, expected = Histogram(), Histogram()
+    given = [0.0, 0.0, 1e-6, 0.001, 0.0015, 0.7, 1.0, 30.0] * 3
+    for seconds in given:
+        expected.add(seconds)
+    assert found.add_all(given) == pytest.approx(expected.seconds)
+    assert durations(found) == durations(expected)
+
+
+@pytest.mark.parametrize("classes", [(), CLASSES])
+def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> None:
+    """Each of many leases of a size, one after the other, is in the histogram, and its SM-time."""
+    gpu = SimGPU()
+    options = {"service": "critical"} if classes else {}
+
+    async def main() -> None:
+        async with gpu.pool(services=classes) as pool:
+            pool.time_leases()
+            for number in range(600):
+                async with pool.partition(16, **options):  # type: ignore[arg-type]  # typed
+                    await asyncio.sleep(0.001 if number % 100 == 0 else 0)
+            found = pool.statistics().services[options.get("service", "")]
+            assert found.use is not None
+            assert found.use.count == found.granted == 600
+            assert found.use.seconds == pytest.approx(0.006)
+            assert found.sm_seconds == pytest.approx(16 * 0.006)
+            assert found.use.quantile(0.98) == 2**-17
 
     gpu.run(main)
 

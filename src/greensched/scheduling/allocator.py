@@ -383,7 +383,8 @@ class SMAllocator:
             self.resize(grant, mask)
             if self.is_classed or request.duration is not None:
                 self._charge(grant, now)
-            if self.is_timed and (self.is_classed or not grants):  # as `granted` counts
+            # As `granted` counts; a wait of 0 is counted by what `granted` has beside the others.
+            if self.is_timed and now > request.arrived and (self.is_classed or not grants):
                 request.class_state.wait.add(now - request.arrived)
             self.grants[device][grant] = None
             grants.append(grant)
@@ -542,13 +543,20 @@ class SMAllocator:
     def _time(self, grant: Grant, now: float) -> None:
         """Count how long a lease lasted whose grant is over, and how long it drained."""
         state = grant.class_state
-        state.use.seconds += grant.reused_s
+        if grant.uses:
+            self.count_uses(grant)
         if not self.is_classed and grant.request.duration is None:
             state.sm_time += self.unsettled_sm_time(grant, now, is_suspended=grant.is_suspended)
         if not grant.is_suspended:
             ended = grant.released or now
             state.use.add(ended - grant.began)
-            state.drain.add(now - ended)
+            if ended < now:  # else it is counted by what `use` has beside the others
+                state.drain.add(now - ended)
+
+    def count_uses(self, grant: Grant) -> None:
+        """Count the leases that ended on a grant which is kept."""
+        grant.reused_s += grant.class_state.use.add_all(grant.uses)
+        grant.uses.clear()
 
     def unsettled_sm_time(self, grant: Grant, now: float, *, is_suspended: bool) -> float:
         """Return the SM-seconds of a grant that `sm_time` of its class lacks."""
@@ -600,8 +608,6 @@ class SMAllocator:
 
     def suspend(self, grant: Grant, now: float) -> None:
         """Account for a lease that has ended, whose grant is suspended; where there are classes."""
-        if self.is_timed:
-            grant.class_state.use.add(now - grant.began)
         self._settle(grant, now)
         grant.is_settled = True
 

@@ -43,6 +43,8 @@ class DurationCurve(Protocol):
 #: What a request is expected to take: seconds, or a curve that gives them for each size.
 Duration = float | DurationCurve
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
+#: Of a grant that was never suspended.
+NO_USES: Final[list[float]] = []
 
 
 class Grant:
@@ -72,6 +74,7 @@ class Grant:
         "since",
         "sms",
         "used",
+        "uses",
     )
 
     def __init__(self, request: Request, device: int, now: float) -> None:
@@ -104,9 +107,10 @@ class Grant:
         self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
-        #: When its lease ended before its work, and seconds of earlier leases on it that
-        #: `ClassState.times` lacks; where leases are timed.
+        #: When its lease ended before its work, and the seconds of earlier leases on it; where
+        #: leases are timed. `uses` has the durations of those that are not counted yet.
         self.released = self.reused_s = 0.0
+        self.uses = NO_USES
         #: The number of its lease in the pool's records; 0: none yet.
         self.number = 0
 

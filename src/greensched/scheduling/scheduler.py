@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
-from math import frexp
 from typing import Final
 
 from greensched.errors import (
@@ -51,12 +50,21 @@ from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
-from greensched.scheduling.histogram import TINY, Durations, durations
+from greensched.scheduling.histogram import MOST_KEPT, Durations, durations
 from greensched.scheduling.lateness import Lateness
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Duration, Grant, Request, by_rank
+from greensched.scheduling.requests import (
+    GONE,
+    GRANTED,
+    NO_USES,
+    QUEUED,
+    Duration,
+    Grant,
+    Request,
+    by_rank,
+)
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 from greensched.typing import ALL
@@ -114,8 +122,6 @@ class Scheduler:
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
         self._is_timed = False
-        #: Of the one class, where there are no others.
-        self._use_counts = self.allocator.classes[""].use.counts
         self._need_reserves()
 
     # -- requests --------------------------------------------------------------------------------
@@ -476,12 +482,18 @@ class Scheduler:
             return False
         self._suspended[grant] = None
         grant.holder = None
+        if self._is_timed:
+            uses = grant.uses
+            if uses is NO_USES:  # most grants are not kept twice
+                seconds = now - grant.began
+                grant.class_state.use.add(seconds)
+                grant.reused_s, grant.uses = seconds, []
+            else:
+                uses.append(now - grant.began)
+                if len(uses) == MOST_KEPT:
+                    self.allocator.count_uses(grant)
         if self.allocator.is_classed:
             self.allocator.suspend(grant, now)
-        elif self._is_timed:  # `Histogram.add`, without a call
-            seconds = now - grant.began
-            self._use_counts[frexp(seconds + TINY)[1]] += 1
-            grant.reused_s += seconds
         return True
 
     def _may_reuse(self, grant: Grant) -> bool:
@@ -681,24 +693,24 @@ class Scheduler:
         if not (allocator.is_classed or self._is_timed):
             return {}
         running: dict[ClassState, float] = {}
-        reused: dict[ClassState, float] = {}
         for grant in chain.from_iterable(allocator.grants):
             state, is_suspended = grant.class_state, grant in self._suspended
+            if grant.uses:
+                allocator.count_uses(grant)
             used = allocator.unsettled_sm_time(grant, now, is_suspended=is_suspended)
             running[state] = running.get(state, 0.0) + used
-            reused[state] = reused.get(state, 0.0) + grant.reused_s
         return {
-            name: self._statistics_of(state, running.get(state, 0.0), reused.get(state, 0.0))
+            name: self._statistics_of(state, running.get(state, 0.0))
             for name, state in allocator.classes.items()
         }
 
-    def _statistics_of(self, state: ClassState, running: float, reused: float) -> ServiceStatistics:
+    def _statistics_of(self, state: ClassState, running: float) -> ServiceStatistics:
         cells, granted = self.allocator.devices[state.home].size, self._granted_of(state)
         wait: Durations | None = None
         use: Durations | None = None
         drain: Durations | None = None
         if self._is_timed:
-            use = durations(state.use, seconds=reused)
+            use = durations(state.use)
             wait = durations(state.wait, granted - state.untimed - sum(state.wait.counts))
             drain = durations(state.drain, use.count - sum(state.drain.counts))
         return ServiceStatistics(
