@@ -1,0 +1,96 @@
+"""NVTX ranges of pools, for Nsight Systems and other tools. Needs the extra `nvtx`.
+
+    from greensched.integrations.nvtx import annotate
+
+    annotate(pool)
+
+    nsys profile --trace=cuda,nvtx python service.py
+
+The ranges are in the domain `greensched`, with the service class as the category: `wait` from a
+request to its grant, `lease` from there until its work is done, with its number as the payload, and
+`call` around each function of `p.run`, on its thread, so that a tool shows its kernels below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import nvtx
+
+from greensched import (
+    CallContext,
+    Cancelled,
+    Drained,
+    Expired,
+    Granted,
+    Pool,
+    Record,
+    Refused,
+    Requested,
+    register_call_hook,
+)
+
+DOMAIN = "greensched"
+
+
+def annotate(pool: Pool) -> None:
+    """Make ranges of what happens in a pool, and of the calls of every pool. Never waits.
+
+    Does nothing where no tool is attached to the process. Under a tool each lease costs what
+    `Pool.watch` says.
+    """
+    domain = nvtx.get_domain(DOMAIN)
+    if isinstance(domain, nvtx.Domain):
+        pool.watch(_Ranges(domain))
+        register_call_hook(around_call)
+
+
+def around_call(
+    call: CallContext,
+    given: Sequence[object],  # noqa: ARG001  a call hook's
+) -> Callable[[Callable[[], Any]], Any]:
+    """Run `p.run` in a range: a call hook, registered by `annotate`."""
+    domain, message = nvtx.get_domain(DOMAIN), f"call: {call.sm_count} SMs"
+
+    def around(function: Callable[[], Any]) -> Any:
+        domain.push_range(message=message)
+        try:
+            return function()
+        finally:
+            domain.pop_range()
+
+    return around
+
+
+class _Ranges:
+    """Makes ranges of the records of one pool."""
+
+    def __init__(self, domain: Any) -> None:
+        self._domain = domain
+        self._waits: dict[int, int] = {}
+        self._leases: dict[int, int] = {}
+
+    def __call__(self, record: Record) -> None:
+        match record:
+            case Requested():
+                message = f"wait: {', '.join(record.sizes)} SMs"
+                self._waits[record.request] = self._start(message, record.service, record.request)
+            case Granted():
+                self._end(self._waits, record.request)
+                message = f"lease: {record.sms} SMs of device {record.device}"
+                self._leases[record.lease] = self._start(message, record.service, record.lease)
+            case Refused() | Expired() | Cancelled():
+                self._end(self._waits, record.request)
+            case Drained():
+                self._end(self._leases, record.lease)
+
+    def _start(self, message: str, service: str, payload: int) -> int:
+        category = service or "no class"
+        started: int = self._domain.start_range(message=message, category=category, payload=payload)
+        return started
+
+    def _end(self, ranges: dict[int, int], number: int) -> None:
+        found = ranges.pop(number, None)
+        if found is not None:
+            self._domain.end_range(found)
