@@ -106,6 +106,7 @@ def host(standin: str | None) -> Parts:
             *run_program("benchmarks.micro.queue", *simulated),
             *run_program("benchmarks.micro.metrics"),
         ],
+        "watching a pool": lambda: run_program("benchmarks.micro.watching"),
     }
     if standin is not None:
         parts["cuda.bindings on the stand-in driver"] = lambda: on_standin(standin)

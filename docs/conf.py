@@ -103,7 +103,8 @@ def _convert(
         return
     text = "\n".join(lines)
     # `a, b: text` of a section would be read as a type and a name.
-    text = re.sub(r"^( +[a-z_]+), ((?:[a-z_]+, )*[a-z_]+: )", _joined, text, flags=re.MULTILINE)
+    names = r"^( +[a-z\d_]+), ((?:[a-z\d_]+, )*[a-z\d_]+: )"
+    text = re.sub(names, _joined, text, flags=re.MULTILINE)
     text = re.sub(r"(`\w+`)(?=\w)", r"\1\\ ", text)  # the end of "`Job`s"
     text = re.sub(r"(^\S.*\n\n)(?= {4})", r"\1::\n\n", text, flags=re.MULTILINE)  # a program
     config = Config(napoleon_use_ivar=True)

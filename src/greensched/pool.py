@@ -83,8 +83,7 @@ class Pool(Uncopyable):
         reserve_bytes: device memory that the buffers of each device never have to wait for.
         socket: where `greensched top` reads the pool: a Unix socket for this user alone, from the
             opening to the closing, on a thread of its own. True: in the user's folder for such
-            files, where it is found; or a path of at most 107 bytes. Leases are then timed, as by
-            `time_leases`. False: nowhere. Linux only.
+            files, where it is found; or a path of at most 107 bytes. False: nowhere. Linux only.
         hang_after: seconds after which a kernel, copy or graph *hangs*, counted from its turn on
             its stream: whatever waits for it, or for what stands behind it on the same executor,
             raises `DeviceHung`, and its SMs are not granted until it ends. Far longer than any of
@@ -142,7 +141,6 @@ class Pool(Uncopyable):
         if socket is not False:
             take = partial(take_snapshot, self._lifecycle)
             self._lifecycle.server = SnapshotServer(checked_socket(socket), take)
-            self._lifecycle.is_timed = True
 
     @property
     def _manager(self) -> LeaseManager:
@@ -474,7 +472,7 @@ class Pool(Uncopyable):
         """Return what each SM does, what waits and why, at one moment. From any thread.
 
         It waits for the pool's lock alone. A pool that is not open has its state, and no devices.
-        Waits and uses are those since `time_leases` was called, or the pool opened its `socket`.
+        Waits and uses are those since `time_leases` was called.
         """
         return take_snapshot(self._lifecycle)
 

@@ -25,6 +25,7 @@ from benchmarks.micro import (
     queue,
     scheduler,
     traffic,
+    watching,
 )
 from benchmarks.probes import gpu as probe
 from benchmarks.system import client_disconnect, http, soak
@@ -113,6 +114,19 @@ def test_what_is_still_open_is_named() -> None:
     row = http._held("open", {"files": 5, "threads": 2, "tasks": 1}, {"files": 3, "threads": 4})
     assert not row.passed
     assert row.bar == "2 files more, 1 tasks more"
+
+
+def test_what_watching_costs_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A lease and a launch have a row each with `top` attached and without a watcher."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name, few in [("ATTACHED", (0, 2)), ("ALONE", (0, 2)), ("LEASES", 3), ("LAUNCHES", 1)]:
+        monkeypatch.setattr(watching, name, few)
+    rows = asyncio.run(watching.measure())
+    assert [row.bar for row in rows] == ["<= 1.02 x", "<= 1.02 x", "<= 1.01 x", "<= 1.01 x"]
+    for row in rows:
+        assert row.ours > 0 < row.theirs
+        assert row.interval is not None
+        assert row.passed == (row.interval[0] <= float(row.bar.split()[1]))
 
 
 @pytest.mark.usefixtures("few")

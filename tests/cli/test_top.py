@@ -126,8 +126,14 @@ def test_what_is_wrong_stands_out(taken: Snapshot) -> None:
 
 def test_a_pool_that_opens_has_a_screen(taken: Snapshot) -> None:
     """Nothing is known of it yet but its state."""
-    bare = replace(taken, state="opening", driver="", devices=(), services=(), events=())
+    bare = Snapshot(taken.pid, 0.0, "opening")
     assert drawn(bare).startswith(f"greensched process {taken.pid}: opening\n")
+
+
+def test_leases_that_are_not_timed_are_said_to_be(taken: Snapshot) -> None:
+    """The screen names what to call; the columns are empty."""
+    assert "after pool.time_leases()" in drawn(replace(taken, is_timed=False))
+    assert "time_leases" not in drawn(taken)
 
 
 def test_a_name_cannot_steer_the_terminal(taken: Snapshot) -> None:

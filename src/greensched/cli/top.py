@@ -173,6 +173,8 @@ class _Pool:
             parts += [Text(), *self._device(device)]
         if self._services:
             parts += [self._legend(), Text(), self._classes()]
+            if not self._found["is_timed"]:
+                parts.append(Text("waits and uses are shown after pool.time_leases()", "dim"))
         parts += self._waiting()
         parts += self._leases()
         parts += self._events()
@@ -186,6 +188,7 @@ class _Pool:
         title = Text.assemble(("greensched", "bold"), f" process {found['pid']}: ", state)
         if found["driver"]:
             title.append(f", driver {found['driver']}, policy {_printable(found['policy'])}")
+        if found["is_timed"]:
             title.append(f", wake p99 {_seconds(found['wake_p99'])}")
         return title
 

@@ -134,6 +134,7 @@ class Snapshot:
         policy: which request is next, such as `fifo`.
         waiting, max_waiting: requests in the queue, and the most there can be.
         requested, granted, cancelled, expired, refused: requests since the start.
+        is_timed: leases are timed, as by `Pool.time_leases`: else there are no waits and uses.
         wake_p99: the bound below which 99 % of the times were from a grant to the turn of its task,
             which a slow event loop makes long; None: of none, or leases are not timed.
         degraded: what the pool does without because a driver refused it: a sentence each.
@@ -144,20 +145,21 @@ class Snapshot:
     pid: int
     time: float
     state: str
-    driver: str
-    policy: str
-    waiting: int
-    max_waiting: int
-    requested: int
-    granted: int
-    cancelled: int
-    expired: int
-    refused: int
-    wake_p99: float | None
-    degraded: tuple[str, ...]
-    devices: tuple[DeviceSnapshot, ...]
-    services: tuple[ServiceSnapshot, ...]
-    events: tuple[Event, ...]
+    driver: str = ""
+    policy: str = ""
+    waiting: int = 0
+    max_waiting: int = 0
+    requested: int = 0
+    granted: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    refused: int = 0
+    is_timed: bool = False
+    wake_p99: float | None = None
+    degraded: tuple[str, ...] = ()
+    devices: tuple[DeviceSnapshot, ...] = ()
+    services: tuple[ServiceSnapshot, ...] = ()
+    events: tuple[Event, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as values that `json.dumps` takes."""
@@ -173,10 +175,7 @@ def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
     lifecycle.refuse_in_decision()
     manager = lifecycle.granting
     if manager is None or lifecycle.state is PoolState.FORKED:
-        return Snapshot(
-            os.getpid(), 0.0, lifecycle.state.value, "", "", 0, 0, 0, 0, 0, 0, 0, None, (), (), (),
-            (),
-        )  # fmt: skip
+        return Snapshot(os.getpid(), 0.0, lifecycle.state.value)
     manager.take_over_closed_loops()
     with manager.lock:
         return _of_manager(manager)
@@ -200,6 +199,7 @@ def _of_manager(manager: LeaseManager) -> Snapshot:
         cancelled=statistics.cancelled,
         expired=statistics.expired,
         refused=statistics.refused,
+        is_timed=statistics.wake is not None,
         wake_p99=_quantile(statistics.wake, 0.99),
         degraded=statistics.degraded,
         devices=tuple(
