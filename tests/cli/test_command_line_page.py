@@ -22,8 +22,8 @@ PAGE = DOCS / "reference/command-line.md"
 TRACED = re.findall(
     r"^```python\n(.*?)^```$", (DOCS / "how-to/trace.md").read_text(), re.DOTALL | re.MULTILINE
 )
-#: Commands that print times, which differ between machines: their numbers are compared as numbers.
-TIMED = {"bench", "demo", "measure", "simulate"}
+#: Commands whose numbers differ between machines or policies: they are compared as numbers.
+TIMED = {"bench", "demo", "measure", "simulate", "trace"}
 EXAMPLES: dict[str, str] = dict(
     re.findall(
         r"^```console\n\$ greensched ([^\n]+)\n(.*?)^```$",

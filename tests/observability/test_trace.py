@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from greensched import (
@@ -43,13 +44,13 @@ Test = Callable[[Pool], Awaitable[object]]
 def in_pool(test: Test, **options: Any) -> None:
     """Runs a test with an open pool in virtual time."""
     gpu = SimGPU()
-    faults = options.pop("faults", ())
+    faults, backend = options.pop("faults", ()), options.pop("backend", "asyncio")
 
     async def main() -> None:
         async with gpu.pool(faults=faults, **options) as pool:
             await test(pool)
 
-    gpu.run(main)
+    gpu.run(main, backend=backend)
 
 
 async def lease(pool: Pool, sms: Any = 16, ms: float = 1, **options: Any) -> None:
@@ -228,6 +229,24 @@ def test_it_is_complete_however_the_block_ends(how: type[BaseException], tmp_pat
 
     in_pool(test)
     assert len(parsed(path)) > 10
+
+
+def test_it_is_complete_where_trio_cancels_the_block(tmp_path: Path) -> None:
+    """The cancellation waits for the disk, and what the block held ends with it."""
+    path = tmp_path / "t.perfetto-trace"
+
+    async def test(pool: Pool) -> None:
+        with trio.move_on_after(0.005):
+            async with pool.trace(path), pool.partition(16) as p:
+                await p.launch(CONFIG, spin, 3 * MS)
+                await trio.sleep(1)
+        trace = read(path)
+        assert trace.is_complete
+        (span,) = trace.history.spans
+        assert span.end == pytest.approx(0.005, rel=0.001)
+
+    in_pool(test, backend="trio")
+    parsed(path)
 
 
 def test_what_is_held_at_the_start_and_a_lost_device(tmp_path: Path) -> None:

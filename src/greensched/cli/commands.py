@@ -311,7 +311,8 @@ def trace(file: Path, plot: Path | None, as_json: bool) -> None:
 
     if plot is not None:
         trace.check_plot(plot)
-    recorded = trace_reader.read(file)
+    with progress() as show:
+        recorded = trace_reader.read(file, show)
     found = trace.summary(recorded)
     if as_json:
         print_json(found)

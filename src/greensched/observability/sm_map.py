@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Final
 
 from greensched.observability.lease_history import Span, TracedDevice
@@ -92,7 +92,7 @@ def text(
     origin: float = 0.0,
 ) -> list[str]:
     """Return the map as lines of text: SMs downwards, time to the right, counted from `origin`."""
-    found = merged(rectangles(spans, devices), (end - start) * RESOLUTION)
+    found = rectangles(spans, devices)
     if not found:
         return []
     services = sorted({one.service for one in found})
@@ -119,24 +119,24 @@ def _rows(
 ) -> list[tuple[int, int, str]]:
     """Return ranges of SMs that were held alike, and what held them in each column of time."""
     edges = sorted({0, device.sms, *(one.first for one in found), *(one.end_sm for one in found)})
-    rows: list[tuple[int, int, str]] = []
+    numbers = {edge: number for number, edge in enumerate(edges)}
+    held = [[defaultdict[str, float](float) for _ in range(_COLUMNS)] for _ in edges[1:]]
     column = (end - start) / _COLUMNS
-    for first, last in pairwise(edges):
-        here = [one for one in found if one.first <= first < one.end_sm]
-        row = "".join(_column(here, letters, start + i * column, column) for i in range(_COLUMNS))
-        if rows and rows[-1][2] == row:
-            rows.append((rows.pop()[0], last, row))
-        else:
-            rows.append((first, last, row))
-    return rows
-
-
-def _column(found: list[Rectangle], letters: dict[str, str], start: float, seconds: float) -> str:
-    """Return what held some SMs longest in a column of time."""
-    held, mark = 0.0, "."
     for one in found:
-        overlap = min(one.end, start + seconds) - max(one.start, start)
-        if overlap > held:
-            letter = letters[one.service]
-            held, mark = overlap, letter.lower() if one.is_draining else letter
-    return mark
+        mark = letters[one.service].lower() if one.is_draining else letters[one.service]
+        here, there = (int((time - start) / column) for time in (one.start, one.end))
+        for index in range(here, min(there, _COLUMNS - 1) + 1):
+            begin = start + index * column
+            seconds = min(one.end, begin + column) - max(one.start, begin)
+            if seconds <= 1e-9 * column:  # it ends where the column begins
+                continue
+            for row in held[numbers[one.first] : numbers[one.end_sm]]:
+                row[index][mark] += seconds
+    lines = [
+        "".join(max(marks, key=marks.__getitem__, default=".") for marks in row) for row in held
+    ]
+    rows: list[tuple[int, int, str]] = []
+    for low, high, line in zip(edges[:-1], edges[1:], lines, strict=True):
+        since = rows.pop()[0] if rows and rows[-1][2] == line else low
+        rows.append((since, high, line))
+    return rows

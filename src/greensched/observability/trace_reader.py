@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,8 @@ from greensched import records
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.observability.lease_history import LeaseHistory, TracedDevice
 
+#: Records between two reports of progress.
+PROGRESS: Final = 1000
 #: What turns an annotation into a field of this type.
 _PARSERS: Final[dict[str, Callable[[Any], object]]] = {
     "int": lambda value: int(value, 0) if isinstance(value, str) else int(value),
@@ -38,8 +41,14 @@ class RecordedTrace:
     is_complete: bool = False
 
 
-def read(path: Path) -> RecordedTrace:
+def read(
+    path: Path, progress: Callable[[float, str], None] = lambda _done, _what: None
+) -> RecordedTrace:
     """Read a trace. Blocks; the history of a long trace takes memory.
+
+    Args:
+        path: of the file.
+        progress: receives the fraction read, from 0 to 1, and what is done, now and then.
 
     Raises:
         MissingPackage: perfetto is not installed; says what to install.
@@ -48,8 +57,11 @@ def read(path: Path) -> RecordedTrace:
     trace = RecordedTrace()
     try:
         with path.open("rb") as file:
-            for time, values in _annotated(file):
+            size = os.fstat(file.fileno()).st_size
+            for number, (time, values) in enumerate(_annotated(file)):
                 _add(trace, time, values)
+                if number % PROGRESS == 0:
+                    progress(file.tell() / size, "reading")
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}") from error
     if not trace.devices:
