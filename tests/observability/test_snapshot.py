@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from greensched import (
     ALL,
     DeadlineExceeded,
+    DeviceHung,
     DeviceLost,
     InvalidRequest,
     LaunchConfig,
@@ -19,7 +21,7 @@ from greensched import (
     ServiceClass,
     Snapshot,
 )
-from greensched.driver.simulated import Crash
+from greensched.driver.simulated import Crash, Hang
 from greensched.integrations.testing import SimGPU
 from greensched.kernels import spin
 from greensched.observability.waiting import WaitingRequest, describe
@@ -178,6 +180,50 @@ def test_a_policy_takes_no_snapshot() -> None:
 
     gpu.run(main)
     assert raised
+
+
+def test_a_snapshot_waits_for_no_policy() -> None:
+    """Another thread takes one while a policy decides: it lacks only what requests wait for."""
+    taken: list[Snapshot] = []
+
+    class Slow(Fifo):
+        def rank(self, request: Any) -> tuple[float, ...]:
+            other = threading.Thread(target=lambda: taken.append(pool.snapshot()))
+            other.start()
+            other.join()
+            return ()
+
+    gpu = SimGPU()
+    pool = gpu.pool(policy=Slow())
+
+    async def main() -> None:
+        async def ask() -> None:
+            async with pool.partition(8):
+                pass
+
+        async with pool, anyio.create_task_group() as tasks, pool.partition(ALL):
+            tasks.start_soon(ask)
+            await anyio.sleep(0.001)
+
+    gpu.run(main)
+    (seen,) = taken
+    assert {cell.state for cell in seen.devices[0].cells} == {"leased"}
+    assert seen.services[0].first is None
+
+
+def test_what_hangs_is_shown() -> None:
+    """The cells of its executor, and a sentence with the task, the place and the time."""
+
+    async def test(pool: Pool) -> None:
+        with pytest.raises(DeviceHung):
+            async with pool.partition(16, service="batch") as p:
+                await p.launch(CONFIG, spin, MS)
+        (device,) = pool.snapshot().devices
+        assert [cell.state for cell in device.cells[:3]] == ["hung", "hung", "free"]
+        (sentence,) = device.hung
+        assert sentence.startswith("spin on device 0 has not ended 0.5 s after its turn")
+
+    run(test, services=[BATCH], hang_after=0.5, faults=[Hang("spin")])
 
 
 # -- why a request waits -----------------------------------------------------------------------

@@ -27,7 +27,7 @@ Found = Mapping[str, Any]
 #: white, so that the screen can be read on both.
 COLOURS = (33, 166, 70, 162, 97, 37, 136, 203)
 #: How the SMs of a cell are drawn, and where a terminal has ASCII alone.
-FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·."}  # noqa: RUF001  a hatch
+FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·.", "hung": "×x"}  # noqa: RUF001  a hatch
 #: Columns from which the table of classes has all of them.
 WIDE = 150
 #: Leases and events that are shown.
@@ -210,7 +210,7 @@ class _Pool:
     def _device(self, device: Found) -> list[Text]:
         sms = dict.fromkeys(("free", "leased", "draining"), 0)
         for cell in device["cells"]:
-            sms[cell["state"]] += cell["sms"]
+            sms[cell["state"]] = sms.get(cell["state"], 0) + cell["sms"]
         said = ", ".join(f"{count} {state}" for state, count in sms.items())
         title = Text.assemble(
             (f"device {device['device']}", "bold"), f" {_printable(device['name'])}, ",
@@ -218,7 +218,8 @@ class _Pool:
         )  # fmt: skip
         if self._is_wide:
             title.append(f"  {device['uuid']}", "dim")
-        failed = [Text(_printable(device["failure"]), "bold red")] if device["failure"] else []
+        wrong = [device["failure"], *device["hung"]]
+        failed = [Text(_printable(one), "bold red") for one in wrong if one]
         return [title, *failed, *self._strip(device["cells"])]
 
     def _strip(self, cells: list[Found]) -> list[Text]:
@@ -244,10 +245,12 @@ class _Pool:
         owner = cell["owner"]
         if cell["state"] == "free":
             return owner, self._fill["free"], self._styles.get(owner, Style()) + Style(dim=True)
-        name = cell["services"][0]
+        name = next(iter(cell["services"]), "")
         style = self._styles.get(name, Style())
         if len(cell["services"]) > 1:
             style += Style(bold=True)
+        if cell["state"] == "hung":
+            return name, self._fill["hung"], Style.parse("bold red")
         if cell["state"] == "draining":
             return name, self._fill["draining"], style
         if owner and owner != name:

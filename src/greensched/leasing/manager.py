@@ -533,20 +533,26 @@ class LeaseManager:
         if not self.in_decision:
             self.take_over_closed_loops()
         with self.reads.read() as may_change:
-            now = self._time()
             if may_change:
-                self.scheduler.reclaim(now)
-            wake = None if self._wake is None else durations(self._wake)
-            return collect_statistics(
-                self.state, self.device_pools, len(self.leases), self.scheduler, now, wake
-            )
+                self.scheduler.reclaim(self._time())
+            return self.statistics_locked()
+
+    def statistics_locked(self) -> PoolStatistics:
+        """Return the statistics, in a read of `reads`."""
+        wake = None if self._wake is None else durations(self._wake)
+        leases, now = len(self.leases), self._time()
+        return collect_statistics(self.state, self.device_pools, leases, self.scheduler, now, wake)
 
     def held(self) -> list[LeaseInfo]:
         """Return the leases that hold SMs, the oldest first. See `Pool.leases`."""
         with self.reads.read() as may_change:
             if may_change:
                 self.scheduler.reclaim(self._time())
-            infos = [self._info(lease) for lease in self.leases if not lease.grant.over]
+            return self.held_locked()
+
+    def held_locked(self) -> list[LeaseInfo]:
+        """Return the leases that hold SMs, in a read of `reads`."""
+        infos = [self._info(lease) for lease in self.leases if not lease.grant.over]
         return sorted(infos, key=lambda info: info.since)
 
     def _info(self, lease: Lease) -> LeaseInfo:

@@ -21,7 +21,7 @@ from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import NO_CAP
 from greensched.scheduling.statistics import ServiceStatistics
 
-CellState = Literal["free", "leased", "draining"]
+CellState = Literal["free", "leased", "draining", "hung"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Cell:
 
     Attributes:
         sms: how many SMs it has.
-        state: `draining`: its lease has ended, and the work of it has not.
+        state: `draining`: its lease has ended, and the work of it has not; `hung`: work on it takes
+            longer than `hang_after`.
         services: the classes of the leases that have it: one, or several where leases are shared.
         leases: the indices of these in `DeviceSnapshot.leases`; none of a grant so new that its
             task has not gone on.
@@ -52,6 +53,7 @@ class DeviceSnapshot:
     Attributes:
         device: the ordinal.
         failure: the fault after which it cannot be used; "": none.
+        hung: what hangs, and where: a sentence for each executor.
         cells: from the first to the last; what the split left over is the last one.
         leases: those that hold its SMs, the oldest first.
     """
@@ -61,6 +63,7 @@ class DeviceSnapshot:
     uuid: str
     sms: int
     failure: str
+    hung: tuple[str, ...]
     cells: tuple[Cell, ...]
     leases: tuple[LeaseInfo, ...]
 
@@ -85,7 +88,7 @@ class ServiceSnapshot:
         use_p50: half of the leases were shorter.
         use_p99: 99 % of the leases were shorter.
         drain_p99: 99 % of the drains of ended leases were shorter.
-        first: its first queued request; None: none is queued.
+        first: its first queued request; None: none is queued, or a policy is deciding right now.
     """
 
     name: str
@@ -177,14 +180,15 @@ def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
     if manager is None or lifecycle.state is PoolState.FORKED:
         return Snapshot(os.getpid(), 0.0, lifecycle.state.value)
     manager.take_over_closed_loops()
-    with manager.lock:
-        return _of_manager(manager)
+    with manager.reads.read() as may_change:
+        if may_change:
+            manager.scheduler.reclaim(manager.driver.time())
+        return _of_manager(manager, may_change=may_change)
 
 
-def _of_manager(manager: LeaseManager) -> Snapshot:
-    held = manager.held()  # reclaims what is cached
-    now = manager.driver.time()
-    scheduler, statistics = manager.scheduler, manager.statistics()
+def _of_manager(manager: LeaseManager, *, may_change: bool) -> Snapshot:
+    held, now = manager.held_locked(), manager.driver.time()
+    scheduler, statistics = manager.scheduler, manager.statistics_locked()
     policy = scheduler.queue.policy.policy
     return Snapshot(
         pid=os.getpid(),
@@ -206,7 +210,7 @@ def _of_manager(manager: LeaseManager) -> Snapshot:
             _device(device_pool, scheduler, index, held)
             for index, device_pool in enumerate(manager.device_pools)
         ),
-        services=_services(manager, statistics.services, now, policy),
+        services=_services(manager, statistics.services, now, policy, may_change=may_change),
         events=tuple(Event(*event) for event in manager.records.recent.copy()),
     )
 
@@ -220,18 +224,22 @@ def _device(
     device = device_pool.device
     failure = device.health.failure
     leases = tuple(info for info in held if info.device == device.ordinal)
+    hung = [one for one in device_pool.executors.values() if one.hang is not None]
     return DeviceSnapshot(
         device.ordinal,
         device.name,
         device.uuid,
         device_pool.cells.total,
         "" if failure is None else str(failure),
-        _cells(scheduler, index, leases),
+        tuple(str(one.hang) for one in hung),
+        _cells(scheduler, index, leases, tuple(one.mask for one in hung)),
         leases,
     )
 
 
-def _cells(scheduler: Scheduler, index: int, leases: tuple[LeaseInfo, ...]) -> tuple[Cell, ...]:
+def _cells(
+    scheduler: Scheduler, index: int, leases: tuple[LeaseInfo, ...], hung: tuple[int, ...]
+) -> tuple[Cell, ...]:
     allocator, grants = scheduler.allocator, tuple(scheduler.allocator.grants[index])
     cells, owners = allocator.devices[index], _owners(scheduler, index)
     found = []
@@ -241,6 +249,8 @@ def _cells(scheduler: Scheduler, index: int, leases: tuple[LeaseInfo, ...]) -> t
         state: CellState = "leased" if holders else "free"
         if holders and all(grant.draining for grant in holders):
             state = "draining"
+        if any(mask & cell for mask in hung):
+            state = "hung"
         found.append(
             Cell(
                 cells.sm_count(cell),
@@ -283,13 +293,18 @@ def _owners(scheduler: Scheduler, index: int) -> dict[int, str]:
 
 
 def _services(
-    manager: LeaseManager, counted: Mapping[str, ServiceStatistics], now: float, policy: Policy
+    manager: LeaseManager,
+    counted: Mapping[str, ServiceStatistics],
+    now: float,
+    policy: Policy,
+    *,
+    may_change: bool,
 ) -> tuple[ServiceSnapshot, ...]:
     scheduler = manager.scheduler
     states = scheduler.allocator.classes
     grants = [grant for of_device in scheduler.allocator.grants for grant in of_device]
     sm_seconds = {name: one.sm_seconds for name, one in counted.items()}
-    all_seconds, firsts = sum(sm_seconds.values()), _firsts(scheduler)
+    all_seconds, firsts = sum(sm_seconds.values()), _firsts(scheduler) if may_change else {}
     used = [one for name, one in states.items() if name or one.waiting or sm_seconds.get(name)]
     weights, is_fair = sum(one.weight for one in used), isinstance(policy, Fair)
     ordinals = [each.device.ordinal for each in manager.device_pools]
