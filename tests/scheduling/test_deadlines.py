@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from greensched.errors import DeadlineExceeded, DeadlineImpossible, QueueFull
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.deadline_ledger import BUCKET, DeadlineLedger, PackedWork
+from greensched.scheduling.deadline_ledger import BUCKET, DeadlineLedger, Packing
 from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
-from greensched.scheduling.services import ServiceClass
+from greensched.scheduling.services import OnLate, ServiceClass
 from greensched.typing import ALL, Size
 
 DEVICE = DeviceCells(size=8, count=4)
@@ -173,12 +173,99 @@ def test_a_lease_that_overruns_makes_no_room(overrun: float) -> None:
         ask(scheduler, now, ALL, "a", duration=0.1, deadline=now + 0.1)
 
 
+def test_a_queue_in_order_of_arrival_is_measured_by_what_packs() -> None:
+    """Of eight that wait, two fit together, not 2.75: the next one would begin at 0.5 s."""
+    scheduler = Scheduler([DeviceCells(size=8, count=16, remainder=4)], Fifo(), 100)
+    for _ in range(10):
+        ask(scheduler, 0.0, 48, duration=0.1)
+    with pytest.raises(DeadlineImpossible) as caught:
+        ask(scheduler, 0.0, 48, duration=0.1, deadline=0.55)
+    assert caught.value.predicted == pytest.approx(0.6)
+    assert ask(scheduler, 0.0, 48, duration=0.1, deadline=0.65).state is GrantState.QUEUED
+
+
+TWO_PRIORITIES = ServiceClass("high", priority=1), ServiceClass("low")
+
+
+def test_a_higher_class_is_not_refused_for_a_lower_one() -> None:
+    """That one would be late goes for nothing: the higher class goes before it anyway."""
+    scheduler = make(*TWO_PRIORITIES, policy=Deadline())
+    held = ask(scheduler, 0.0, ALL, duration=0.1)
+    ask(scheduler, 0.0, ALL, "low", duration=0.1, deadline=0.22)
+    high = ask(scheduler, 0.0, ALL, "high", duration=0.05, deadline=0.16)
+    assert scheduler.drained(0.1, held.grants[0]) == [high]
+
+
+def test_a_lower_class_counts_all_that_waits_of_a_higher_one() -> None:
+    """Whenever that is due, it goes before."""
+    scheduler = make(*TWO_PRIORITIES, policy=Deadline())
+    ask(scheduler, 0.0, ALL, duration=0.1)
+    ask(scheduler, 0.0, ALL, "high", duration=0.1, deadline=5.0)
+    with pytest.raises(DeadlineImpossible) as caught:
+        ask(scheduler, 0.0, ALL, "low", duration=0.05, deadline=0.2)
+    assert caught.value.predicted == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_late_after_a_blocked_loop_goes_behind_what_is_not(known: bool) -> None:
+    """Requests that became late while nothing was decided do not make the next ones late."""
+    scheduler = make(ServiceClass("a", latency=0.1), policy=Deadline())
+    duration = 0.02 if known else None
+    held = ask(scheduler, 0.0, ALL, "a", duration=duration)
+    late = [ask(scheduler, 0.0, ALL, "a", duration=duration) for _ in range(3)]
+    in_time = ask(scheduler, 1.0, ALL, "a", duration=duration)
+    order, lease = [], held.grants[0]
+    for step in range(4):
+        (granted,) = scheduler.drained(1.0 + step * 0.02, lease)
+        order.append(granted)
+        lease = granted.grants[0]
+    assert order == [in_time, *late]
+
+
+@pytest.mark.parametrize("on_late", ["refuse", "best_effort"])
+@pytest.mark.parametrize("policy", [Fifo, Deadline])
+def test_a_flash_crowd_leaves_the_device_to_what_can_be_in_time(
+    policy: type[Fifo], on_late: OnLate
+) -> None:
+    """For 20 s ten times the load: late work gives way to work that can still be in time.
+
+    As much is in time meanwhile as the device can do, and everything soon afterwards.
+    """
+    rng, order = random.Random(1), itertools.count()
+    service = ServiceClass("a", latency=0.6, on_late=on_late)
+    scheduler = Scheduler([DEVICE], policy(), 10**6, services=[service])
+    events: list[tuple[float, int, Request | None]] = []
+    at = 0.0
+    while at < 40.0:
+        at += rng.expovariate((10 if 10 <= at < 30 else 1) * 0.8 * 2 / 0.1)
+        heapq.heappush(events, (at, next(order), None))
+    done: list[tuple[float, bool]] = []  # when one that arrived then was done, and whether in time
+    arrivals = [at for at, _, _ in events]
+    while events and events[0][0] < 40.0:
+        now, _, ended = heapq.heappop(events)
+        if ended is not None:
+            done.append((ended.arrived, now <= ended.arrived + 0.6 + 1e-9))
+            granted = scheduler.drained(now, ended.grants[0])
+        else:
+            try:
+                granted = [ask(scheduler, now, 16, "a", duration=0.1)]
+            except DeadlineImpossible:
+                continue
+        for request in granted:
+            if request.grants:
+                heapq.heappush(events, (now + 0.1, next(order), request))
+    in_crowd = sum(is_in_time for at, is_in_time in done if 10 <= at < 30)
+    assert in_crowd >= 0.95 * 20 * 2 / 0.1
+    after = [at for at in arrivals if 31 <= at < 39]
+    assert sum(is_in_time for at, is_in_time in done if 31 <= at < 39) >= 0.95 * len(after)
+
+
 @given(st.lists(st.integers(1, 132), min_size=1, max_size=8))
 def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> None:
     """By no measure of the work is more refused than can be packed."""
     cells = DeviceCells(size=8, count=16, remainder=4)
     if sum(map(cells.cells_for, sizes)) <= cells.count:
-        shares = [PackedWork([cells]).shares(sms) for sms in sizes]
+        shares = [Packing([cells]).shares(sms) for sms in sizes]
         assert all(sum(measure) <= 1 + 1e-9 for measure in zip(*shares, strict=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greensched.errors import InvalidRequest
+from greensched.errors import InvalidRequest, TooManySMs
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.policy import Deadline, Fair, Fifo
 from greensched.scheduling.requests import GrantState, Request
@@ -47,6 +47,31 @@ def test_a_floor_that_goes_is_everybodys() -> None:
     assert scheduler.reconfigure(0.0, [ServiceClass("owner"), ServiceClass("plain")], None) == [
         waiting
     ]
+
+
+def test_a_lease_that_could_not_go_on_does_not_give_way() -> None:
+    """Under other classes it can never be granted again, so it keeps its SMs to its end."""
+    scheduler = make(ServiceClass("low"))
+    (lease,) = ask(scheduler, (48, 64), "low").grants
+    classes = [ServiceClass("high", priority=1, reserve=32), ServiceClass("low")]
+    scheduler.reconfigure(0.0, classes, None)
+    high = ask(scheduler, 32, "high")
+    assert scheduler.checkpoint(1.0, lease) == []
+    assert (lease.over, lease.sms) == (False, 48)
+    assert scheduler.drained(2.0, lease) == [high]
+
+
+def test_a_request_queued_again_that_can_never_be_granted_is_rejected() -> None:
+    """A lease that had given its SMs back for a while is told that it cannot go on."""
+    scheduler = make(ServiceClass("low"))
+    (lease,) = ask(scheduler, (48, 64), "low").grants
+    assert scheduler.drained(1.0, lease) == []
+    scheduler.reconfigure(1.0, [ServiceClass("high", reserve=32), ServiceClass("low")], None)
+    assert scheduler.ask_again(2.0, lease) == []
+    ((request, error),) = scheduler.rejected
+    assert request is lease.request
+    assert isinstance(error, TooManySMs)
+    assert (request.state, scheduler.waiting) == (GrantState.GONE, 0)
 
 
 def test_nobody_is_dropped_with_his_class() -> None:

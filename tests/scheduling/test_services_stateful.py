@@ -358,18 +358,13 @@ class ServiceMachine(RuleBasedStateMachine):
         while self.naive.leases:
             self.end(self.naive.leases[0])
         for state in self.scheduler.allocator.classes.values():
-            assert (state.sms, state.cells, state.lent, state.borrowed, state.queued_work) == (
-                0,
-                0,
-                0,
-                0,
-                0,
-            )
+            assert (state.sms, state.cells, state.lent, state.borrowed) == (0, 0, 0, 0)
             assert state.short == 0
         assert not any(floors.borrowers for floors in self.scheduler.allocator.reservations)
         assert not any(self.scheduler.allocator.grants)
         assert self.scheduler.queue.lines == {}
         assert self.scheduler.queue._buckets == {}
+        assert self.scheduler.queue._work == {}
 
     def cancel_last(self) -> None:
         request = self.waiting.pop()

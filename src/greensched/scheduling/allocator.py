@@ -660,13 +660,18 @@ class SMAllocator:
             freed[grant] = grant.mask
         return at
 
-    def running(self, now: float) -> list[tuple[int, float]]:
+    def running(self, now: float, priority: float) -> list[tuple[int, float]]:
         """Return the SMs of each grant, and the seconds that it is expected to take from now on.
 
-        Without those that take longer than was known: they may end at any moment.
+        Without those that take longer than was known, which may end at any moment, and without
+        elastic ones of a lower priority, which give way.
         """
-        grants = (grant for of_device in self.grants for grant in of_device)
-        return [(one.sms, one.ends - now) for one in grants if one.ends and one.ends > now]
+        return [
+            (one.sms, one.ends - now)
+            for one in chain.from_iterable(self.grants)
+            if one.ends is not None and one.ends > now
+            if not (one.request.is_elastic and one.class_state.priority < priority)
+        ]
 
 
 class _Choices(NamedTuple):

@@ -39,9 +39,8 @@ class ClassState:
         self.lent = self.reserved_free = 0
         #: Its elastic grants there that have less than they may have.
         self.short = 0
-        #: Its queued requests, and the SM-seconds that they are expected to take.
+        #: Its queued requests.
         self.waiting = 0
-        self.queued_work = 0.0
         #: Fair queueing: where its last grant starts and ends in virtual time, and where its next
         #: one starts, as last computed.
         self.start = self.finish = self.tag = 0.0

@@ -23,8 +23,8 @@ BUCKETS = 1024
 MEASURES = (1, 2, 3, 4, 5)
 
 
-class PackedWork:
-    """Queued work by when it is due, in seconds of a device, by several measures of what packs.
+class Packing:
+    """What packs on the devices, by several measures.
 
     By each measure the requests that fit on a device together count as one at most, so work that
     exceeds the devices by any of them cannot be done: of 48 SMs of 132 only two fit, which count as
@@ -37,8 +37,8 @@ class PackedWork:
     def __init__(self, devices: Sequence[DeviceCells]) -> None:
         self._cells = largest = max(devices, key=lambda cells: cells.total)
         self._units = largest.count + largest.cells_for(largest.remainder)
-        self._devices = len(devices)
-        self._ledgers = [DeadlineLedger(self._devices) for _ in (0, *MEASURES)]
+        #: How many devices do the work.
+        self.devices = len(devices)
 
     def shares(self, sms: int) -> list[float]:
         """Return the part of a device that so many SMs take, by each measure."""
@@ -49,15 +49,39 @@ class PackedWork:
             found.append(parts // units / k if parts % units else cells / units)
         return found
 
+    def work(self, pieces: Iterable[tuple[int, float]]) -> list[float]:
+        """Return the seconds of a device that pieces take together, by each measure.
+
+        Args:
+            pieces: SMs and seconds of each.
+        """
+        found = [0.0] * (1 + len(MEASURES))
+        for sms, seconds in pieces:
+            pairs = zip(found, self.shares(sms), strict=True)
+            found = [sum_ + share * seconds for sum_, share in pairs]
+        return found
+
+
+class PackedWork:
+    """Queued work by when it is due, by each measure of what packs.
+
+    Args:
+        packing: what packs.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._ledgers = [DeadlineLedger(packing.devices) for _ in (0, *MEASURES)]
+
     def add(self, due: float, sms: int, seconds: float) -> int:
         """Add work. Return its bucket, for `remove`."""
-        pairs = zip(self._ledgers, self.shares(sms), strict=True)
+        pairs = zip(self._ledgers, self._packing.shares(sms), strict=True)
         buckets = [ledger.add(due, share * seconds) for ledger, share in pairs]
         return buckets[0]  # that of all of them
 
     def remove(self, bucket: int, sms: int, seconds: float) -> None:
         """Remove work that was added."""
-        for ledger, share in zip(self._ledgers, self.shares(sms), strict=True):
+        for ledger, share in zip(self._ledgers, self._packing.shares(sms), strict=True):
             ledger.remove(bucket, share * seconds)
 
     def advance(self, now: float) -> None:
@@ -65,27 +89,12 @@ class PackedWork:
         for ledger in self._ledgers:
             ledger.advance(now)
 
-    def due_by(self, due: float) -> float:
-        """Return the seconds that the work due by then takes on all devices, at least."""
-        return max(ledger.due_by(due) for ledger in self._ledgers) / self._devices
+    def due_by(self, due: float) -> list[float]:
+        """Return the work due by then, in seconds of a device, by each measure."""
+        return [ledger.due_by(due) for ledger in self._ledgers]
 
-    def has_room(
-        self, now: float, due: float, sms: int, seconds: float, running: Iterable[tuple[int, float]]
-    ) -> bool:
-        """Return whether all work due later stays in time with so much more due by `due`.
-
-        Args:
-            now: seconds.
-            due: when the new work is due.
-            sms: SMs that it takes.
-            seconds: how long it takes.
-            running: SMs and remaining seconds of each grant.
-        """
-        work = [share * seconds for share in self.shares(sms)]
-        for used, left in running:
-            work = [
-                sum_ + share * left for sum_, share in zip(work, self.shares(used), strict=True)
-            ]
+    def has_room(self, now: float, due: float, work: Sequence[float]) -> bool:
+        """Return whether all work due later stays in time with so much more due by `due`."""
         pairs = zip(self._ledgers, work, strict=True)
         return all(ledger.has_room(now, due, added) for ledger, added in pairs)
 

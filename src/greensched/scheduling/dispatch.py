@@ -9,7 +9,7 @@ from greensched.errors import DeadlineExceeded, TooManySMs
 from greensched.scheduling import shared_grants, sizing
 from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.giving_way import kept_at_checkpoint
-from greensched.scheduling.policy import GuardedPolicy
+from greensched.scheduling.policy import Deadline, GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
 from greensched.scheduling.requests import GONE, GRANTED, Grant, Request, by_order
@@ -168,6 +168,8 @@ class Dispatcher:
             return granted
         while (late := self.queue.expired(now)) is not None:  # no tick came since: not granted now
             self._expire(late)
+        if type(self.policy.policy) is Deadline:
+            self._put_late_behind(now)
         allocator, self._again = self.allocator, True
         while self._again:  # a class with a reserve that waits no more lends again
             self._again = False
@@ -186,6 +188,14 @@ class Dispatcher:
         request.class_state.expired += 1
         request.state = GONE
         self.queue.remove(request)
+
+    def _put_late_behind(self, now: float) -> None:
+        """Let late requests go behind those of their priority that may be in time."""
+        for first in self.queue.firsts():
+            late: Request | None = first
+            while late is not None and late.due is not None and late.due < now:
+                self.queue.put_behind(late)
+                late = late.line.first()
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         most, reservation = self.allocator.most_free(), self.queue.reservation

@@ -1,13 +1,14 @@
 """What happens to a request that would be late: it is refused, or goes behind all others.
 
 A request of known duration with a deadline is admitted if its predicted end is not later. Where the
-policy serves the earliest deadline first, every admitted request that is due later must still be in
-time as well. The prediction is a lower bound.
+policy serves the earliest deadline first, every admitted request of its priority that is due later
+must still be in time as well. The prediction is a lower bound: what goes before, by what packs.
 """
 
 from __future__ import annotations
 
 import math
+from operator import add
 
 from greensched.errors import DeadlineImpossible
 from greensched.scheduling.allocator import SMAllocator
@@ -76,17 +77,20 @@ class Lateness:
             now: seconds.
 
         Returns:
-            Seconds from now until then, and whether all requests that are due later stay in time.
+            Seconds from now until then, and whether those of its priority that are due later stay
+            in time.
         """
-        allocator, ledger = self._allocator, self._queue.ledger
-        free_at = min(allocator.free_at(device, request, now) for device in request.devices)
+        allocator, queue, priority = self._allocator, self._queue, request.priority
+        begins = min(allocator.free_at(device, request, now) for device in request.devices) - now
+        devices, ledger = queue.packing.devices, queue.ledgers.get(priority)
+        before = queue.work_before(priority, is_equal=not queue.policy.by_deadline)
         if ledger is None:
-            classes = allocator.classes.values()
-            ahead = sum(one.queued_work for one in classes if one.priority >= request.priority)
-            return free_at - now + ahead / allocator.total + seconds, True
+            return begins + max(before) / devices + seconds, True
         ledger.advance(now)
-        is_fair = ledger.has_room(now, due, sms, seconds, allocator.running(now))
-        return free_at - now + ledger.due_by(due) + seconds, is_fair
+        sooner = map(add, before, ledger.due_by(due))
+        running = queue.packing.work([(sms, seconds), *allocator.running(now, priority)])
+        is_fair = ledger.has_room(now, due, list(map(add, before, running)))
+        return begins + max(sooner) / devices + seconds, is_fair
 
     def _handle(self, request: Request, done: float) -> None:
         """Refuse a late request, or put it behind all others, as its class says.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from greensched.errors import InvalidRequest
 from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.deadline_ledger import PackedWork
+from greensched.scheduling.deadline_ledger import PackedWork, Packing
 from greensched.scheduling.fair_queueing import VirtualTime
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key
@@ -43,18 +43,22 @@ class RequestQueue:
         self.busy_since = 0.0
         self.lines: dict[tuple[object, ...], RequestLine] = {}
         self.reservation: Reservation | None = None
-        #: What is due when, where the policy goes by that, and the bucket of each request in it.
-        self.ledger: PackedWork | None = None
+        #: What packs on the devices.
+        self.packing = Packing(devices)
+        #: What is due when, by priority, where the policy goes by that, and the bucket of each
+        #: request in it.
+        self.ledgers: dict[float, PackedWork] = {}
         self._buckets: dict[Request, int] = {}
+        #: How many requests are queued, by priority and SMs, and the seconds they are to take.
+        self._work: dict[tuple[float, int], tuple[int, float]] = {}
         self._deadlines = LazyHeap(deadline_key)
         self._virtual_time = virtual_time
-        self._devices = devices
         self.set_policy(policy)
 
     def set_policy(self, policy: GuardedPolicy) -> None:
         """Order by another policy; `requeue` follows if requests wait."""
         self.policy = policy
-        self.ledger = PackedWork(self._devices) if policy.by_deadline else None
+        self.ledgers.clear()
         self._buckets.clear()
 
     def requeue(self) -> None:
@@ -82,8 +86,8 @@ class RequestQueue:
         known = request.duration is not None
         seconds = request.seconds(line.asked) if known else state.mean_duration
         if seconds:
-            request.work = work = line.asked * seconds
-            state.queued_work += work
+            request.work = seconds
+            self._count_work(request, line.asked, 1)
         if request.deadline is not None:
             self._deadlines.push(request)
         self.put_in_line(request, line, rank)
@@ -93,11 +97,48 @@ class RequestQueue:
         if not line:
             self.lines[request.line_key] = line
         line.add(request, rank)
-        if self.ledger is not None and request.due is not None:
-            self.ledger.advance(request.arrived)
-            asked = request.line.asked
-            seconds = request.work / asked
-            self._buckets[request] = self.ledger.add(request.due, asked, seconds)
+        if self.policy.by_deadline and request.due is not None:
+            ledger = self.ledgers.get(request.priority)
+            if ledger is None:
+                ledger = self.ledgers[request.priority] = PackedWork(self.packing)
+            ledger.advance(request.arrived)
+            self._buckets[request] = ledger.add(request.due, line.asked, request.work)
+
+    def put_behind(self, first: Request) -> None:
+        """Put the first of a line, which is late, behind the requests that may be in time."""
+        line = first.line
+        assert isinstance(line, RequestLine)
+        line.pop_first()
+        self._forget_due(first)
+        first.due = None
+        if self.is_reserved_for(first):
+            self.reservation = None
+        line.add(first, self.policy.rank(first))
+
+    def _forget_due(self, request: Request) -> None:
+        bucket = self._buckets.pop(request, None)
+        if bucket is not None:
+            ledger = self.ledgers[request.priority]
+            ledger.remove(bucket, request.line.asked, request.work)
+
+    def _count_work(self, request: Request, asked: int, one: int) -> None:
+        key = request.priority, asked
+        number, seconds = self._work.get(key, (0, 0.0))
+        if number + one:
+            self._work[key] = number + one, seconds + one * request.work
+        else:  # exactly 0, whatever was rounded
+            del self._work[key]
+
+    def work_before(self, priority: float, *, is_equal: bool) -> list[float]:
+        """Return the queued work of higher priority, and of equal priority where that counts.
+
+        In seconds of a device, by each measure of what packs.
+        """
+        return self.packing.work(
+            (sms, seconds)
+            for (one, sms), (_, seconds) in self._work.items()
+            if one > priority or (is_equal and one == priority)
+        )
 
     def remove(self, request: Request) -> bool:
         """Remove a request, whose state has changed already.
@@ -112,17 +153,15 @@ class RequestQueue:
                 del self.lines[key]
         if request.deadline is not None:
             self._deadlines.discard(request)
-        if self._buckets and request in self._buckets and self.ledger is not None:
-            asked = request.line.asked
-            self.ledger.remove(self._buckets.pop(request), asked, request.work / asked)
+        self._forget_due(request)
+        if request.work:
+            self._count_work(request, request.line.asked, -1)
         if self.reservation is not None and self.reservation.request is request:
             self.reservation = None
         self.waiting -= 1
         state.waiting -= 1
-        state.queued_work -= request.work
         if state.waiting:
             return False
-        state.queued_work = 0.0
         return state.reserved_free > 0
 
     def is_reserved_for(self, request: Request) -> bool:

@@ -67,6 +67,14 @@ class LazyHeap:
             self._stale -= 1
         return None
 
+    def pop_first(self) -> None:
+        """Take the first queued request out, which stays queued."""
+        first = self.first()
+        if self._row and self._row[0] is first:
+            self._row.popleft()
+        elif self._heap:
+            heapq.heappop(self._heap)
+
     def discard(self, request: Request) -> bool:
         """Remove a request, whose state has changed already. Return whether none is left."""
         row = self._row

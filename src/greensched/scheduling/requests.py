@@ -231,7 +231,7 @@ class Request:
         self.grants: tuple[Grant, ...] = ()
         #: (device, cells) that it fits on, for which there is no executor yet.
         self.missing_executors: tuple[tuple[int, int], ...] = ()
-        #: The line in which it waits, and the SM-seconds that it counts for meanwhile.
+        #: The line in which it waits, and the seconds that it counts for meanwhile.
         self.line: Line
         self.work = 0.0
 

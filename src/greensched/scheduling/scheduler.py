@@ -364,7 +364,7 @@ class Scheduler:
             return self.dispatcher.dispatch(now) if is_sized or grant.mask != before else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
         first, keeps = self.dispatcher.first_before(grant, now), None
-        if first is not None:
+        if first is not None and self._able(grant.request):  # else it could never go on
             keeps = self.dispatcher.keeps_at_checkpoint(first, grant, now)
         if keeps == 0:
             return self._give_way(grant, now)
@@ -401,11 +401,15 @@ class Scheduler:
     def ask_again(self, now: float, grant: Grant) -> list[Request]:
         """Queue the request of a grant that was given back for a while, as another request.
 
-        Returns the requests that are granted because of it: itself, if there is room.
+        Returns the requests that are granted because of it: itself, if there is room. It is
+        `rejected` if it can never be granted any more, because the classes have changed.
         """
         self.reclaim(now)
-        self._queue_again(grant.request, now)
-        grant.request.holder = grant.holder
+        request = grant.request
+        self._queue_again(request, now)
+        request.holder = grant.holder
+        if not self._able(request):
+            self.dispatcher.reject(request)
         return self.dispatcher.dispatch(now)
 
     def _queue_again(self, request: Request, now: float) -> None:
