@@ -331,7 +331,8 @@ def test_deadlines() -> None:
     assert scheduler.next_deadline() == 2.0
     scheduler.cancel(0.5, gone)
     assert scheduler.next_deadline() == 3.0
-    assert scheduler.tick(3.0) == ([], [late])
+    assert scheduler.tick(3.0, 0) == ([], [])
+    assert scheduler.tick(3.0, 1) == ([], [late])
     assert scheduler.tick(3.0) == ([], [])
     assert give_back(scheduler, 4.0, holder) == [later, patient]
     assert scheduler.next_deadline() is None
@@ -344,13 +345,16 @@ def test_close_empties_the_queue_in_order() -> None:
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
     low, high = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 16, priority=1)
-    assert scheduler.close() == [high, low]
-    assert {low.state, high.state} == {GrantState.GONE}
+    gone = ask(scheduler, 0.0, 8)
+    waited = scheduler.close()
     assert scheduler.waiting == 0
-    assert scheduler.close() == []
+    assert scheduler.cancel(0.0, gone) == []
+    assert list(waited) == [high, low]
+    assert {low.state, high.state, gone.state} == {GrantState.GONE}
+    assert list(scheduler.close()) == []
     assert give_back(scheduler, 0.0, holder) == []
     statistics = scheduler.statistics()
-    assert statistics.requested == 3 == statistics.granted + statistics.cancelled
+    assert statistics.requested == 4 == statistics.granted + statistics.cancelled
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -164,10 +164,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.naive.waiting) > 5)
     @rule()
     def close(self) -> None:
-        waited = self.scheduler.close()
+        waited = list(self.scheduler.close())
         assert waited == self.naive.in_order()
         assert all(request.state is GrantState.GONE for request in waited)
-        self.twin.close()
+        assert len(list(self.twin.close())) == len(waited)
         self.counts["cancelled"] += len(waited)
         self.naive.waiting.clear()
         self.naive.kept = None

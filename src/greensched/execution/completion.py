@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +58,8 @@ MAX_SAFETY_S: Final = 0.050
 GIL_YIELD_EVERY_S: Final = 1e-3
 GIL_YIELD_S: Final = 50e-6
 
+#: Tasks that one turn of the loop resumes at most, where so many wait for one job.
+RESUMED_AT_ONCE: Final = 500
 #: Waiters of a stream, some 30 KiB, before the cancelled ones among them are dropped.
 MAX_WAITERS: Final = 64
 
@@ -430,7 +433,7 @@ class CompletionPoller:
         self._poll()
         if self.watchdog is not None:
             self._look_for_hangs(self.watchdog)
-        self._wake()
+        self._wake(RESUMED_AT_ONCE)
         self._check_failures()
 
     # -- polling -----------------------------------------------------------------------------------
@@ -475,16 +478,20 @@ class CompletionPoller:
         if self._reached and self.loop.is_debugged:
             self._wake()
         try:
-            while self._reached:
+            for _ in range(min(RESUMED_AT_ONCE, len(self._reached))):
                 self.loop.resume(self._reached.popleft())
+            if self._reached:
+                self._schedule(0.0)
         except BaseException:  # the loop ends by it: the other tasks are woken all the same
             self._wake()
             raise
 
-    def _wake(self) -> None:
-        """Run the tasks of reached waiters in the loop's next turn."""
-        while self._reached:
+    def _wake(self, most: int = sys.maxsize) -> None:
+        """Run the tasks of reached waiters in the loop's next turn, so many; others later."""
+        for _ in range(min(most, len(self._reached))):
             self.loop.wake(self._reached.popleft())
+        if self._reached:
+            self._schedule(0.0)
 
     # -- asking the driver -------------------------------------------------------------------------
 
@@ -622,11 +629,10 @@ class PollerRegistry:
         """Whether a loop has closed whose poller is still known. From any thread."""
         return any(loop.is_closed for loop in tuple(self._pollers))
 
-    def call_one(self, function: Callable[[CompletionPoller], object]) -> None:
-        """Call a function of a poller on the loop of one that is open, if there is one, soon."""
-        for poller in tuple(self._pollers.values()):
-            if poller.loop.call_threadsafe(partial(function, poller)):
-                return
+    def call_one(self, function: Callable[[CompletionPoller], object]) -> bool:
+        """Call a function of a poller on the loop of one that is open, soon; False: none is."""
+        pollers = tuple(self._pollers.values())
+        return any(one.loop.call_threadsafe(partial(function, one)) for one in pollers)
 
     def all_locked(self) -> tuple[CompletionPoller, ...]:
         """Return all pollers."""

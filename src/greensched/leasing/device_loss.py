@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Protocol
 
@@ -12,9 +12,7 @@ from greensched.execution.lease import Lease
 from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.pool_state import PoolState
-from greensched.leasing.requests import refuse
 from greensched.leasing.watchdog import ExitPolicy, end_process
-from greensched.scheduling.requests import Request
 
 
 class LosingHost(Protocol):
@@ -28,7 +26,9 @@ class LosingHost(Protocol):
     records: LeaseRecords
     exit_policy: ExitPolicy
 
-    def stop_granting_locked(self) -> list[Request]: ...
+    def stop_granting_locked(self, error: Callable[[], Exception]) -> None: ...
+
+    def refuse_closed(self) -> None: ...
 
 
 def device_lost(host: LosingHost, error: BaseException) -> None:
@@ -40,14 +40,13 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
         if first_fault(host.device_pools) is not None or host.state is PoolState.CLOSED:
             return
         host.state = PoolState.POISONED
-        waiting = host.stop_granting_locked()
+        host.stop_granting_locked(lambda: DeviceLost(error))
         pollers = host.pollers.all_locked()
         for device_pool in host.device_pools:
             device_pool.device_failed(error)
         for lease in host.leases:
             lease.close_bound_launches()
-    for request in waiting:
-        refuse(request, DeviceLost(error))
+    host.refuse_closed()
     for poller in pollers:
         poller.kick_threadsafe()
     host.records.lost(error)

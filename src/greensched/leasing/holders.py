@@ -62,13 +62,16 @@ class HolderWatch:
         self._named: dict[Lease, float] = {}
 
     def warnings(
-        self, now: float, leases: Iterable[Lease], queued: Callable[[], Iterable[Request]]
+        self, now: float, leases: Iterable[Lease], firsts: Callable[[], Iterable[Request]]
     ) -> list[str]:
-        """Return a warning for each holder not named since its last checkpoint; once a second."""
+        """Return a warning for each holder not named since its last checkpoint; once a second.
+
+        `firsts` returns the first request of each line of the queue, which has any number of them.
+        """
         if now < self._due:
             return []
         self._due = now + MOST_S
-        waiting = [one for one in queued() if now - one.arrived >= MOST_S and _may_have_more(one)]
+        waiting = [one for one in firsts() if now - one.arrived >= MOST_S and _may_have_more(one)]
         devices = {device for one in waiting for device in one.devices}
         long = [one for one in waiting if now - one.arrived >= LONG_S]
         kept = {device for one in long for device in one.devices}
@@ -79,12 +82,12 @@ class HolderWatch:
             gives = lease.is_open and grant.request.is_elastic and not grant.is_shared
             if gives and grant.device in devices and now - grant.since >= MOST_S:
                 if before.get(lease) != grant.since:
-                    found.append(_warning(lease, now, len(waiting)))
+                    found.append(_warning(lease, now))
                 self._named[lease] = grant.since
             is_fixed = not (gives or grant.over or grant.is_shared)
             if is_fixed and grant.device in kept and now - grant.began >= LONG_S:
                 if before.get(lease) != grant.began:
-                    found.append(_long_warning(lease, now, len(long)))
+                    found.append(_long_warning(lease, now))
                 self._named[lease] = grant.began
         return found
 
@@ -95,17 +98,17 @@ def _may_have_more(request: Request) -> bool:
     return state.sms + request.fewest <= state.cap and state.tokens > 0
 
 
-def _warning(lease: Lease, now: float, waiting: int) -> str:
+def _warning(lease: Lease, now: float) -> str:
     seconds, taken_at = now - lease.grant.since, lease.taken_at or "an unknown place"
     return (
         f"the partition taken at {taken_at} has {lease.grant.sms} SMs of device "
         f"{lease.ordinal}, and has come to no checkpoint for {seconds:.1f} s, while others wait "
-        f"({waiting} for more than {MOST_S:g} s): await p.checkpoint() between pieces of work, and "
+        f"(for more than {MOST_S:g} s): await p.checkpoint() between pieces of work, and "
         "write `async with p.idle():` where it waits for work"
     )
 
 
-def _long_warning(lease: Lease, now: float, waiting: int) -> str:
+def _long_warning(lease: Lease, now: float) -> str:
     grant, drains = lease.grant, lease.draining_since
     seconds, taken_at = now - grant.began, lease.taken_at or "an unknown place"
     holder = lease.holder or holder_name(grant.holder) or "an unknown task"
@@ -115,7 +118,7 @@ def _long_warning(lease: Lease, now: float, waiting: int) -> str:
         state = f"its task waits at {_suspended_at(grant.holder) or 'an unknown place'}"
     return (
         f"the partition that {holder} took at {taken_at} has held {grant.sms} SMs of device "
-        f"{lease.ordinal} for {seconds:.0f} s, while others wait ({waiting} for more than "
-        f"{LONG_S:g} s): {state}. Leave its block when its work is done; "
+        f"{lease.ordinal} for {seconds:.0f} s, while others wait (for more than {LONG_S:g} s): "
+        f"{state}. Leave its block when its work is done; "
         "`python -X dev` and Pool(hang_after=...) note where each was taken"
     )

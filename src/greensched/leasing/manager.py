@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -73,6 +73,9 @@ from greensched.scheduling.services import ServiceClass
 
 #: While requests are queued or come, closed loops are looked for this often.
 TICK_S = 0.050
+#: Requests that one turn of a loop refuses at most, and their tasks with it: some 10 ms, however
+#: many wait.
+AT_ONCE = 500
 #: Looked up for every lease: a name of a module is found faster than the member of an enum.
 OPEN: Final = PoolState.OPEN
 FORKED: Final = PoolState.FORKED
@@ -132,6 +135,10 @@ class LeaseManager:
         self._idle_waiters: list[tuple[LoopAdapter, Waiter]] = []
         #: Requests whose task was collected while it waited; the next caller cancels them.
         self._abandoned: deque[Request] = deque()
+        #: A loop will cancel more of them in its next turn.
+        self._cancels_more = False
+        #: What waited when the queue was closed, and what makes its errors, until all are refused.
+        self._refusing: deque[tuple[Iterator[Request], Callable[[], Exception]]] = deque()
 
     def start(
         self,
@@ -377,11 +384,17 @@ class LeaseManager:
         """Cancel the requests of collected tasks.
 
         The collector ends them at any allocation, on any thread, perhaps while the lock is held: so
-        they only append to a list.
+        they only append to a list. At most `AT_ONCE` now, and the others in later turns of a loop.
         """
-        while self._abandoned:
+        for _ in range(min(AT_ONCE, len(self._abandoned))):
             with suppress(IndexError):  # another thread was first
                 self._cancel(self._abandoned.popleft())
+        if self._abandoned and not self._cancels_more:
+            self._cancels_more = self.pollers.call_one(self._cancel_more)
+
+    def _cancel_more(self, _: CompletionPoller) -> None:
+        self._cancels_more = False
+        self._cancel_abandoned()
 
     def cancel_locked(self, request: Request) -> list[Request]:
         """End a request that is queued, or granted and not claimed; a second time does nothing.
@@ -667,9 +680,9 @@ class LeaseManager:
         self._cancel_abandoned()
         with self.lock:
             now = self._time()
-            granted, expired = self.scheduler.tick(now)
+            granted, expired = self.scheduler.tick(now, AT_ONCE)
             deadline = self.scheduler.next_deadline()
-            warnings = self._holders.warnings(now, self.leases, self.scheduler.queued)
+            warnings = self._holders.warnings(now, self.leases, self.scheduler.queue.firsts)
         for warning in warnings:
             self.records.tell_rarely("%s", warning, level=logging.WARNING)
         for request in expired:
@@ -704,13 +717,14 @@ class LeaseManager:
                 return
             if self.device_pools:
                 self.scheduler.reclaim(self._time())
-                asked = [*self.scheduler.queued(), *self._unclaimed_locked()]
-                for request in filter(is_orphaned, asked):
+                for request in filter(is_orphaned, self._unclaimed_locked()):
                     granted += self.cancel_locked(request)
+                self._abandoned.extend(filter(is_orphaned, self.scheduler.queued()))
             orphans = [lease for lease in self.leases if lease.poller.loop.is_closed]
         self.notify_granted(granted)
         for lease in orphans:
             lease.take_over(poller)
+        self._cancel_abandoned()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -758,28 +772,55 @@ class LeaseManager:
     def stop(self) -> None:
         """Grant nothing more, and refuse what is queued."""
         with self.lock:
-            waiting = self.stop_granting_locked() if self.state is OPEN else []
+            if self.state is OPEN:
+                self.stop_granting_locked(lambda: PoolClosed("this pool", "closing"))
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
-        self.recorder.flush()
-        for request in waiting:
-            refuse(request, PoolClosed("this pool", "closing"))
+        self.refuse_closed()
 
-    def stop_granting_locked(self) -> list[Request]:
-        """Reclaim what is cached and empty the queue; return the requests that were in it."""
+    def stop_granting_locked(self, error: Callable[[], Exception]) -> None:
+        """Reclaim what is cached and empty the queue; `refuse_closed` follows.
+
+        Args:
+            error: makes the error of a request that waited.
+        """
         if not self.device_pools:
-            return []
+            return
         now = self._time()
         self.scheduler.reclaim(now)
         self.cache.set_open_locked(False)
-        waiting = self.scheduler.close()
-        if self.recorder.watched:
-            for request in waiting:
-                self.records.add_cancelled(request)
-        return waiting
+        self._refusing.append((self.scheduler.close(), error))
+
+    def refuse_closed(self) -> None:
+        """Refuse what waited when the queue was closed, `AT_ONCE` in each turn of a loop."""
+        while self._refuse_some() and not self.pollers.call_one(lambda _: self.refuse_closed()):
+            pass  # no loop is left that has turns
+        if not self._refusing and self._idle_waiters:
+            self._wake_idle_waiters()
+
+    def _refuse_some(self) -> bool:
+        """Refuse at most `AT_ONCE` requests; return whether some are left."""
+        refused: list[tuple[Request, Exception]] = []
+        with self.lock:
+            while self._refusing and len(refused) < AT_ONCE:
+                requests, error = self._refusing[0]
+                request = next(requests, None)
+                if request is None:
+                    self._refusing.popleft()
+                    continue
+                refused.append((request, error()))
+                if self.recorder.watched:
+                    self.records.add_cancelled(request)
+        self.recorder.flush()
+        for request, reason in refused:
+            refuse(request, reason)
+        return bool(self._refusing)
 
     async def wait_until_idle(self, grace: float) -> None:
-        """Wait until no lease is granted, open or draining, or the grace has passed."""
+        """Wait until no lease is granted, open or draining, and what waited for one is refused.
+
+        Or until the grace has passed.
+        """
         poller = self.current_poller()
         poller.request_queued()  # so that it ticks: a loop with leases may close meanwhile
         try:
@@ -792,7 +833,8 @@ class LeaseManager:
     def _create_idle_waiter(self, poller: CompletionPoller) -> Waiter | None:
         """Make a waiter that is woken once every cell is free; None if they are, or never will."""
         with self.lock:
-            if self.scheduler.is_idle or self.state is not PoolState.CLOSING:
+            is_done = self.scheduler.is_idle and not self._refusing
+            if is_done or self.state is not PoolState.CLOSING:
                 return None
             waiter = poller.loop.create_waiter()
             self._idle_waiters.append((poller.loop, waiter))

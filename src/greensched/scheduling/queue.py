@@ -164,6 +164,23 @@ class RequestQueue:
             return False
         return state.reserved_free > 0
 
+    def close(self) -> list[RequestLine]:
+        """Empty the queue at once, however many requests wait. Return the lines that had them.
+
+        Their requests are still marked as queued, and are not counted anywhere.
+        """
+        lines = list(self.lines.values())
+        self.lines.clear()
+        for line in lines:
+            line.is_closed = True
+            line.class_state.waiting = 0
+        self.waiting, self.reservation = 0, None
+        self._deadlines = LazyHeap(deadline_key)
+        self._buckets.clear()
+        self.ledgers.clear()
+        self._work.clear()
+        return lines
+
     def is_reserved_for(self, request: Request) -> bool:
         """Return whether a device is kept for a request."""
         return self.reservation is not None and self.reservation.request is request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from greensched.scheduling.requests import QUEUED, Request
@@ -94,6 +94,12 @@ class LazyHeap:
             self._stale = 0
         return not live
 
+    def take(self) -> Iterator[Request]:
+        """Take out and yield the queued requests, in order, each when it is asked for."""
+        while (request := self.first()) is not None:
+            yield request
+            self.discard(request)
+
     def queued(self) -> list[Request]:
         """Return all queued requests, in no order."""
         entries = [*self._row, *(entry[2] for entry in self._heap)]
@@ -114,7 +120,15 @@ class RequestLine(LazyHeap):
         least: SMs without which none of them fits anywhere.
     """
 
-    __slots__ = ("_last_rank", "asked", "class_state", "devices", "least", "needs_loan")
+    __slots__ = (
+        "_last_rank",
+        "asked",
+        "class_state",
+        "devices",
+        "is_closed",
+        "least",
+        "needs_loan",
+    )
 
     def __init__(self, request: Request, devices: tuple[int, ...], asked: int, least: int) -> None:
         super().__init__(_rank)
@@ -123,6 +137,8 @@ class RequestLine(LazyHeap):
         self.asked = asked
         self.least = least
         self.needs_loan: bool | None = None
+        #: It left the queue with all its requests: see `RequestQueue.close`.
+        self.is_closed = False
         self._last_rank: tuple[float, ...] = ()
 
     def add(self, request: Request, rank: tuple[float, ...]) -> None:

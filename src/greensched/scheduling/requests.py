@@ -146,6 +146,8 @@ class Line(Protocol):
     least: int
     #: Whether they fit only on SMs borrowed from reserves; None: not determined yet.
     needs_loan: bool | None
+    #: It left the queue with all its requests.
+    is_closed: bool
 
     def first(self) -> Request | None: ...
 

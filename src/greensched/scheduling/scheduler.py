@@ -35,7 +35,8 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -288,6 +289,9 @@ class Scheduler:
     def cancel(self, now: float, request: Request) -> list[Request]:
         """Cancel a queued request. Return the requests that are granted because it left."""
         if request.state is not QUEUED:
+            return []
+        if request.line.is_closed:  # it was counted by `close`
+            request.state = GONE
             return []
         self._cancelled += 1
         request.class_state.cancelled += 1
@@ -553,12 +557,16 @@ class Scheduler:
         """Take more executors into account. Return the requests that are granted."""
         return self.dispatcher.dispatch(now)
 
-    def tick(self, now: float) -> tuple[list[Request], list[Request]]:
-        """Let time pass. Return the requests that are granted, and those that expired."""
-        queue, expired = self.queue, []
+    def tick(self, now: float, most: int | None = None) -> tuple[list[Request], list[Request]]:
+        """Let time pass. Return the requests that are granted, and those that expired.
+
+        At most so many expire at once: if more have to, `next_deadline` has passed.
+        """
+        queue = self.queue
+        expired: list[Request] = []
         may_grant = any(state.is_within_quota(now) for state in self._over_quota())
         may_grant |= queue.waiting > 0 and self.is_idle
-        while (request := queue.expired(now)) is not None:
+        while len(expired) != most and (request := queue.expired(now)) is not None:
             self._expired += 1
             request.class_state.expired += 1
             may_grant |= self._leave(request)
@@ -609,14 +617,16 @@ class Scheduler:
                 dispatcher.reject(request)
         return dispatcher.dispatch(now)
 
-    def close(self) -> list[Request]:
-        """Empty the queue. Return the requests that waited, in the order of the queue."""
-        waited = sorted(self.queue.queued(), key=by_rank)
-        for request in waited:
-            self._cancelled += 1
-            request.class_state.cancelled += 1
-            self._leave(request)
-        return waited
+    def close(self) -> Iterator[Request]:
+        """Empty the queue at once, however many requests wait.
+
+        Returns:
+            The requests that waited, in the order of the queue; each leaves when it is asked for.
+        """
+        self._cancelled += self.queue.waiting
+        for state in {line.class_state for line in self.queue.lines.values()}:
+            state.cancelled += state.waiting
+        return _left(self.queue.close())
 
     def _need_reserves(self) -> None:
         """Note executors for each reserve, and for what is beside, before devices are busy."""
@@ -803,3 +813,10 @@ class Scheduler:
         lease = max(lease, UNKNOWN_LEASE)
         ends = [lease if one.ends is None else one.ends - now for one in grants]
         return max(lease, min(ends, default=0.0))
+
+
+def _left(lines: list[RequestLine]) -> Iterator[Request]:
+    for request in heapq.merge(*[line.take() for line in lines], key=by_rank):
+        if request.state is QUEUED:  # else it was cancelled meanwhile
+            request.state = GONE
+            yield request
