@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.lib.raw_calls import CONFIG, ITEMS, SMS, arguments
 from benchmarks.lib.timing import Comparison, Row, Samples, table
 from benchmarks.micro import partitions
-from greensched import Job, Partition, Pool, WouldBlock
+from greensched import Job, Partition, Pool, PoolClosed, WouldBlock
 from greensched import driver as drivers
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy, spin
@@ -35,6 +35,8 @@ from greensched.kernels import saxpy, spin
 MANY = 10_000
 #: Tasks that wait and are all cancelled, and the bar on the longest turn of the loop meanwhile.
 MASS, MOST_TURN_S = 100_000, 0.010
+#: The bar on the longest turn while the pool closes over as many.
+MOST_CLOSING_TURN_S = 0.050
 #: Jobs in flight meanwhile; each takes a millisecond (JOB_S), on a stand-in, too.
 IN_FLIGHT, JOB_S = 1000, 1e-3
 JOB = partitions.SPIN[partitions.LENGTHS_MS.index(1e3 * JOB_S)]
@@ -64,7 +66,7 @@ async def measure(driver: Driver, jobs: int = JOBS) -> list[Row]:
                 await _all_partitions(pool),
                 await _many_jobs(pool, jobs),
             ]
-        return rows
+    return [*rows, await _all_refused(driver)]
 
 
 # -- waiting, being granted, and being cancelled ----------------------------------------------
@@ -185,6 +187,41 @@ async def _all_cancelled(pool: Pool) -> Row:
     return Row(
         what, 1e3 * longest, 1e3 * MOST_TURN_S, "ms", bar=f"<= {1e3 * MOST_TURN_S:g} ms",
         passed=longest <= MOST_TURN_S,
+    )  # fmt: skip
+
+
+async def _all_refused(driver: Driver) -> Row:
+    """Close a pool over tasks that wait, and return the longest turn until all were told.
+
+    In processor seconds, and without the garbage collector, as in `_all_cancelled`.
+    """
+    longest = 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        start = thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = thread_time()
+            longest, start = max(longest, now - start), now
+
+    pool = Pool([0], driver=driver, max_waiting=MASS)
+    await pool.open()
+    async with pool.partition(pool.devices[0].sm_count):
+        tasks = await _waiting(lambda: _lease(pool), MASS)
+        gc.collect()
+        gc.disable()
+        beating = asyncio.create_task(beat())
+        closing = asyncio.create_task(pool.aclose(60))
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+        beating.cancel()
+        gc.enable()
+    await closing
+    assert all(isinstance(one, PoolClosed) for one in told)
+    what = f"{MASS:,} that wait are refused as the pool closes: longest turn | allowed"
+    return Row(
+        what, 1e3 * longest, 1e3 * MOST_CLOSING_TURN_S, "ms",
+        bar=f"<= {1e3 * MOST_CLOSING_TURN_S:g} ms", passed=longest <= MOST_CLOSING_TURN_S,
     )  # fmt: skip
 
 
