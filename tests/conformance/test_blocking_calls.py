@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, Buffer, LaunchConfig, Partition
+from greensched import ALL, Partition
 from greensched.execution.completion import MAX_WAITERS
-from greensched.kernels import spin
 from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import turns, until
@@ -222,20 +221,13 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) ->
 def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
     """A buffer given to a call is waited for, and freed only after the call has returned."""
 
-    def use(given: Buffer) -> tuple[int, ...]:
-        call = greensched.current_call()
-        assert call is not None
-        greensched.launch(call.stream, LaunchConfig(grid=1, block=1), spin, 1000)
-        return given.shape
-
     async def main() -> None:
-        pool = backend.pool(prepare=[spin])
-        async with pool, pool.partition(8) as a, pool.partition(8) as b:
+        async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
             memory = a._open_lease().device_memory.memory
             buffer = await a.upload(np.zeros(100, np.float32))
             with await Gate.closed(a) as gate:
                 a.copy(buffer, np.ones(100, np.float32))
-                job = b.run(use, buffer)
+                job = b.run(lambda given: given.shape, buffer)
                 buffer.close()
                 memory.reap()
                 assert memory.used_bytes

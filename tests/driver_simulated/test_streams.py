@@ -333,6 +333,30 @@ def test_recording_a_green_context_captures_all_its_streams(machine: Machine) ->
     gate.value = 1
 
 
+def test_recording_a_green_context_leaves_out_what_only_waits_for_an_event(
+    machine: Machine,
+) -> None:
+    """The stream is not idle, but the context's event is done; a kernel behind the wait counts."""
+    driver, (green, other) = machine.driver, machine.greens(2)
+    held, waits = machine.stream(other), machine.stream(green)
+    gate, before, event = machine.hold(held), machine.event(), machine.event()
+
+    def body() -> None:
+        driver.record_event(before, held)
+        driver.wait_event(waits, before)
+        driver.record_green(green, event)
+        assert driver.query_event(event)
+        assert not driver.query_stream(waits)
+        machine.run(waits, "behind", fixed_ns=10)
+        driver.record_green(green, event)
+        assert not driver.query_event(event)
+        gate.value = 1
+        driver.synchronize_event(event)
+        assert driver.query_stream(waits)
+
+    machine.inside(body)
+
+
 def test_an_event_of_another_device_records_no_green_context(make: Make) -> None:
     """It is an invalid handle there."""
     machine = make("h200x2")

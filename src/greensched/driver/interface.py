@@ -316,7 +316,8 @@ class Driver(HostServices, abc.ABC):
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """Record all work of the green context so far in the event.
 
-        While a stream of the context is capturing, this invalidates that capture.
+        A stream's wait for an event is left out where nothing is behind it. While a stream of the
+        context is capturing, this invalidates that capture.
         """
 
     # -- streams --------------------------------------------------------------------------------

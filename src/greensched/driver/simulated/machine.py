@@ -317,11 +317,19 @@ class Machine:
             self.refuse_on_event_loop(f"{what}, while code is loaded or unloaded,")
             self.clock.wait(lambda: not device.changes or device.fault is not None)
 
-    def work_so_far(self, device: DeviceState, context: Context | None) -> Signal:
-        """Return a signal behind the present work of a context, or (None) of the whole device."""
+    def work_so_far(
+        self, device: DeviceState, context: Context | None, *, counts_waits: bool = True
+    ) -> Signal:
+        """Return a signal behind the present work of a context, or (None) of the whole device.
+
+        Args:
+            device: the device.
+            context: the context.
+            counts_waits: a stream that waits for an event has work, with nothing behind it, too.
+        """
         with self.timeline.lock:
-            streams = device.streams.values()
-            return self.timeline.follow([s for s in streams if _covers(context, s)])
+            streams = [s for s in device.streams.values() if _covers(context, s)]
+            return self.timeline.follow([s for s in streams if counts_waits or not s.only_waits])
 
     def wait_for(self, signal: Signal, device: DeviceState, what: str) -> None:
         """Block until a signal is done; raise the device's fault where it never will be."""

@@ -124,6 +124,11 @@ class StreamQueue:
         """Whether nothing is queued or running."""
         return self.current is None and not self.queue
 
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing is queued or running but waits for events."""
+        return all(isinstance(each, WaitOp) for each in (self.current, *self.queue) if each)
+
     def report_error(self, error: Exception) -> None:
         """Report a failed reference, or keep it for `raise_error`."""
         if self.on_error is not None:
