@@ -24,7 +24,8 @@ async def waiting(pool):
         pass
 
 async def main():
-    async with gpu.pool(services=[greensched.ServiceClass("batch")]) as pool:
+    services = [greensched.ServiceClass("batch")]
+    async with greensched.Pool(driver=gpu.driver, services=services) as pool:  # gpu.pool() watches
         annotate(pool)
         async with pool.partition(16) as p:
             other = asyncio.ensure_future(waiting(pool))

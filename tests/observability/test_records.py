@@ -316,11 +316,13 @@ def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> 
     options = {"service": "critical"} if classes else {}
 
     async def main() -> None:
-        async with gpu.pool(services=classes) as pool:
+        # Not gpu.pool(), which watches: while a pool is watched, no lease is kept.
+        async with Pool(driver=gpu.driver, services=classes) as pool:
             pool.time_leases()
             for number in range(600):
                 async with pool.partition(16, **options):  # type: ignore[arg-type]  # typed
                     await asyncio.sleep(0.001 if number % 100 == 0 else 0)
+            assert len(pool._lifecycle.cache) == 1
             found = pool.statistics().services[options.get("service", "")]
             assert found.use is not None
             assert found.use.count == found.granted == 600
