@@ -404,7 +404,12 @@ class CompletionPoller:
         self._policy.turn_began(time.perf_counter())
 
     def _look_for_hangs(self, watchdog: Watchdog) -> None:
-        delay = watchdog(self)
+        """Call the watchdog. Whatever it raises is logged: on trio it would end the program."""
+        try:
+            delay = watchdog(self)
+        except Exception:
+            logger.exception("the watchdog failed; it looks again")
+            delay = MAX_SAFETY_S
         if delay is not None:
             self._schedule(delay)
 

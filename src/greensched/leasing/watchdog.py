@@ -280,7 +280,7 @@ class Watchdog:
             hung=now - turn.began,
             hang_after=turn.limit,
             beside=self._beside_locked(executor, now),
-            queues=int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", DEFAULT_QUEUES)),
+            queues=_queues(),
         )
 
     def _beside_locked(self, executor: Executor, now: float) -> tuple[str, ...]:
@@ -297,6 +297,12 @@ class Watchdog:
         ages.pop(executor, None)
         oldest = sorted(ages, key=lambda one: -ages[one])
         return tuple(f"{other} for {ages[other]:.3g} s" for other in oldest)
+
+
+def _queues() -> int:
+    """Return how many hardware queues a device has for this process."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(given) if given.isdecimal() else DEFAULT_QUEUES
 
 
 def _first_unreached(stream: TicketedStream) -> tuple[TicketedStream, int] | None:
