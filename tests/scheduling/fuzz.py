@@ -11,9 +11,7 @@ Each is compared with the same work on fixed partitions, first in, first out. Co
 - *below*: of the highest class with a target more than 2 %, and more than one request, fewer were
   in time than on fixed partitions.
 
-Not all of them are mended. Of the programs 0 to 1499, under `fifo`, `fair`, `deadline` and `sized`:
-starved 8, 8, 8, 8, nearly all of them leases of the lowest class that never end, behind higher
-classes; free 1, 1, 1, 0; below 3, 5, 4, 28; locked none. It exits with 1 on them.
+Not all of them are mended: it prints which remain, and exits with 1 on them.
 """
 
 from __future__ import annotations
