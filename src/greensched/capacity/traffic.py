@@ -3,7 +3,7 @@
 A request has token counts to read and to write (a language model), or a class and a cost in seconds
 of a whole idle device (a plain request).
 
-The generators are fitted to published figures of traces: docs/how-to/capacity.md has the table.
+The generators are fitted to published figures of traces, which stand beside their constants.
 Equal seeds give equal traffic.
 """
 

@@ -31,7 +31,7 @@ class DecisionReads:
         self._stands_still = False
         #: Held by what reads without the lock.
         self._reading = threading.Lock()
-        user_code.readers.add(self)
+        user_code.add_reader(self)
 
     def user_code_began(self) -> None:
         """See `user_code.Reader`."""

@@ -170,7 +170,9 @@ class Snapshot:
 
 
 def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
-    """Return what a pool has, does and waits for now. From any thread; it waits for the lock alone.
+    """Return the state of a pool, its leases and its queue at this moment, on any thread.
+
+    It waits for the pool's lock alone.
 
     Raises:
         InvalidRequest: in a policy or a curve, whose decision is not complete.

@@ -16,7 +16,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -77,13 +77,20 @@ class Reader(Protocol):
         """Be told that it has ended; return once nothing is read beside the lock any more."""
 
 
-#: Of all pools, each told on the thread of the decision.
-readers: Final[WeakSet[Reader]] = WeakSet()
+#: Of all pools, by `id`, each told on the thread of the decision.
+_readers: Final[WeakValueDictionary[int, Reader]] = WeakValueDictionary()
+
+
+def add_reader(reader: Reader) -> None:
+    """Tell a reader, which is not kept alive, when the user's code begins and ends."""
+    _readers[id(reader)] = reader
 
 
 def call(function: Callable[[], T]) -> T:
     """Call the user's code inside a decision. It may raise anything."""
-    told = tuple(readers)
+    # Not `values()`: a pool that is made on another thread meanwhile would break the iteration.
+    references = _readers.valuerefs()
+    told = [reader for reference in references if (reader := reference()) is not None]
     for reader in told:
         reader.user_code_began()
     try:
