@@ -319,10 +319,12 @@ def test_an_array_of_another_library_is_waited_for_at_each_launch(backend: Backe
             array = Shown(x, theirs)
             driver = theirs.context.driver
             driver.wait_value(theirs.handle, word.address, 1)
-            graph = await p.capture(lambda: launch(here(), CONFIG, fill, array, 1.0, SIZE))
-            job = graph.launch(p)
-            await still_waits(job)
-            word.array[0] = 1
+            try:
+                graph = await p.capture(lambda: launch(here(), CONFIG, fill, array, 1.0, SIZE))
+                job = graph.launch(p)
+                await still_waits(job)
+            finally:  # or the stream would never end
+                word.array[0] = 1
             await job
             await graph.launch(p)
             for owned in (graph, x, word):

@@ -164,3 +164,11 @@ def test_a_failed_opening_is_tried_again() -> None:
         await pool.aclose()
 
     anyio.run(main)
+
+
+@pytest.mark.fault("I4", "C1")
+def test_a_trial_that_cannot_be_ended_is_no_answer() -> None:
+    """Whether the remainder joins is tried: where the end of the trial fails, `open` says so."""
+    driver = simulated.open("h20", faults=[Fail("synchronize_context", status="INVALID_VALUE")])
+    with pytest.raises(greensched.CUDAError, match="synchronize_context: INVALID_VALUE"):
+        anyio.run(open_and_close, driver)

@@ -63,11 +63,12 @@ def _joins(device: Device, split: DeviceSplit) -> bool:
     mask = 1 | split.cells.remainder_mask
     options = ContextOptions(resources=split.resources(mask))
     try:
-        device.lend_context(split.key(mask, balanced=False), options).close()
+        context = device.lend_context(split.key(mask, balanced=False), options)
     except InvalidCombination:
         return False
     except CUDAError as error:
         if error.status not in splitting.REFUSALS:
             raise
         return False
+    context.close()  # what this raises is no answer about the combination
     return True
