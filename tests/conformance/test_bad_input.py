@@ -138,6 +138,7 @@ def test_a_deadline_that_is_none_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("B6")
 def test_an_unknown_service_is_refused(backend: Backend) -> None:
     """A service class that the pool was not given is refused, with the names of those it has."""
 

@@ -377,7 +377,7 @@ def test_second_pool_on_a_device_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
-@pytest.mark.fault("B5")
+@pytest.mark.fault("B5", "B6")
 def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
     """While small requests keep coming, a request for ALL is granted within the ageing bound."""
 

@@ -319,6 +319,7 @@ def test_pinned_memory_is_shared_with_the_device(backend: Backend) -> None:
     backend.run(main)
 
 
+@pytest.mark.fault("F10")
 def test_pinned_memory_is_used_again_once_its_work_is_done(backend: Backend) -> None:
     """A buffer closed at work is not reused before that is done; then it is reused, zeroed."""
 

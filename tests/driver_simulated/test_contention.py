@@ -149,6 +149,7 @@ def test_partly_overlapping_partitions(machine: Machine) -> None:
     assert times(machine) == {"small": (0, 1_000), "large": (0, 2_000)}
 
 
+@pytest.mark.fault("B12")
 def test_primary_kernels_are_in_every_partitions_way(machine: Machine) -> None:
     """Work on the primary context takes every SM: all partitions wait for it."""
     partitions = [machine.stream(green) for green in machine.greens(8)]

@@ -80,6 +80,7 @@ def test_a_hundred_pools_take_no_more_memory_than_two() -> None:
     assert int(ran.stdout) == 0
 
 
+@pytest.mark.fault("B12")
 def test_torch_works_in_a_partition_and_beside_it() -> None:
     """Torch computes in p.run, on the partition's stream, and outside as ever."""
     torch = pytest.importorskip("torch", reason="torch is not on this machine")

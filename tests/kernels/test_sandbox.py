@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from greensched.driver import nvrtc
 from greensched.errors import CompileFailed, DriverUnavailable, InvalidRequest, NotSupported
 from greensched.kernels import Program, sandbox, sandbox_worker
 
@@ -30,6 +31,7 @@ def test_the_cubin_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert program.compile("sm_90") == cubin
 
 
+@pytest.mark.fault("F3")
 def test_no_file_of_the_machine_is_read(tmp_path: Path) -> None:
     """A message neither quotes a file, nor says whether it exists."""
     secret = tmp_path / "secret"
@@ -44,6 +46,17 @@ def test_no_file_of_the_machine_is_read(tmp_path: Path) -> None:
     assert "planted" not in logs[0]
 
 
+@pytest.mark.fault("F7")
+def test_a_message_has_no_folder_of_the_machine() -> None:
+    """An error inside a header of CUDA names the header, and not where it lies."""
+    source = "#define __half 1\n#include <cuda_fp16.h>"
+    with pytest.raises(CompileFailed, match=r"cuda_fp16\.h\(\d+\): error") as failed:
+        sandbox.compile(source, name="p.cu", arch="sm_90")
+    assert not any(folder in failed.value.log for folder in nvrtc.header_folders())
+    assert "/cuda_fp16.h" not in failed.value.log
+
+
+@pytest.mark.fault("F1")
 def test_the_process_has_no_rights_left(tmp_path: Path) -> None:
     """It opens no file outside its folders, no socket, no program, and signals no process."""
     (tmp_path / "header.h").write_text("here")
@@ -74,6 +87,7 @@ def test_the_process_has_no_rights_left(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.fault("F5")
 def test_memory_is_limited() -> None:
     """A source that needs more memory than a compilation may take fails alone."""
     bomb = (
@@ -85,6 +99,7 @@ def test_memory_is_limited() -> None:
     assert status is not None
 
 
+@pytest.mark.fault("F6")
 def test_a_process_whose_time_is_over_is_killed() -> None:
     """Nothing of it is left, and there is no answer."""
     asked = {"source": KERNEL, "name": "p.cu", "arch": "sm_90", "options": []}
@@ -112,6 +127,7 @@ def test_every_end_of_the_process_is_an_error(
         sandbox.compile(KERNEL, name="p.cu", arch="sm_90")
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize(
     ("given", "wrong"),
     [

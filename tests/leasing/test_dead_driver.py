@@ -83,7 +83,7 @@ def test_a_dead_driver_is_told_beside_a_hung_kernel(
     run(clock, loop, main, faults=[Hang("spin")], without=WITHOUT[completion])
 
 
-@pytest.mark.fault("I1")
+@pytest.mark.fault("I1", "D11")
 @pytest.mark.parametrize("status", ["DEINITIALIZED", "ILLEGAL_ADDRESS"])
 @pytest.mark.parametrize(
     ("clock", "loop", "call"),

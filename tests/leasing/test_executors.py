@@ -266,6 +266,7 @@ def test_a_name_that_is_none_keeps_no_ticket() -> None:
     anyio.run(main)
 
 
+@pytest.mark.fault("D11")
 def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
     """What is kept with a lane and raises even SystemExit when it is closed holds up nobody."""
 

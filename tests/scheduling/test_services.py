@@ -30,6 +30,7 @@ WRONG: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.fault("B6")
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
 def test_what_no_class_can_be_is_refused(field: str, value: object) -> None:
     """Each field is checked, and the message names the class, the field and what it was given."""

@@ -233,7 +233,7 @@ class KernelArguments:
                 problem = f"must be a whole number from {limits.min} to {limits.max}"
         return ArgumentMismatch(
             self._kernel.name,
-            f"argument {index} ({_described(parameter)}) got {shown(value)}: {problem}",
+            f"argument {index} ({_described(parameter)}) got {type(value).__name__}: {problem}",
         )
 
     def _setter(
@@ -268,11 +268,6 @@ class KernelArguments:
             buffers[index] = (value, write)
 
         return pointer
-
-
-def shown(value: object) -> str:
-    """Return a value's type for a message, and never the contents of an array."""
-    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _foreign(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> ForeignArray:

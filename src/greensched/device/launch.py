@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from greensched.device.arguments import KernelArguments, shown
+from greensched.device.arguments import KernelArguments
 from greensched.device.foreign_arrays import ForeignArray
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
@@ -212,7 +212,7 @@ def launch(stream: Stream | HasStream, config: LaunchConfig, kernel: Kernel, *ar
         given, stream = stream, getattr(stream, "stream", None)  # type: ignore[assignment]
         if not isinstance(stream, Stream):
             raise InvalidRequest(
-                f"launch() takes a Stream or a Partition first; got {shown(given)}: "
+                f"launch() takes a Stream or a Partition first; got {type(given).__name__}: "
                 "launch(stream, config, kernel, *args)"
             )
     stream.check()

@@ -13,6 +13,7 @@ from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.watchdog import ExitPolicy, end_process
+from greensched.records import holder_name
 
 
 class LosingHost(Protocol):
@@ -44,12 +45,16 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
         pollers = host.pollers.all_locked()
         for device_pool in host.device_pools:
             device_pool.device_failed(error)
+        leased = []
         for lease in host.leases:
             lease.close_bound_launches()
+            if not lease.grant.over:
+                holder = lease.holder or holder_name(lease.grant.holder)
+                leased.append(f"{holder} ({lease.grant.sms} SMs)")
     host.refuse_closed()
     for poller in pollers:
         poller.kick_threadsafe()
-    host.records.lost(error)
+    host.records.lost(error, sorted(leased))
     end_process(host.exit_policy)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 
 from greensched.errors import DeadlineExceeded
@@ -153,9 +153,9 @@ class LeaseRecords:
         logger.log(level, what, *values)
         self.recent.append((self._time(), what % values))
 
-    def lost(self, error: BaseException) -> None:
-        """Tell of a lost device. Not under the lock."""
-        message = "the GPU is unusable until this process is replaced: %s"
-        self.tell_rarely(message, error, level=logging.ERROR)
+    def lost(self, error: BaseException, leased: Sequence[str]) -> None:
+        """Tell of a lost device, and whose work may have been the cause. Not under the lock."""
+        message = "the GPU is unusable until this process is replaced: %s (leased then: %s)"
+        self.tell_rarely(message, error, ", ".join(leased) or "nothing", level=logging.ERROR)
         if self.recorder.watched:
             self.recorder.emit(Lost(self._time(), getattr(error, "device", None), str(error)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -153,7 +154,9 @@ def _response(error: Exception) -> Response | None:
     refusal, status = refusals[0]
     headers = {}
     if isinstance(refusal, QueueFull):
-        headers["Retry-After"] = seconds = _whole_seconds(refusal.retry_after)
+        # Clients that are refused together would otherwise return together.
+        later = refusal.retry_after * random.uniform(1.0, 2.0)
+        headers["Retry-After"] = seconds = _whole_seconds(later)
         refusal = QueueFull(refusal.waiting, int(seconds))  # the body says what the header does
     elif isinstance(refusal, DeadlineImpossible):
         headers["Retry-After"] = _whole_seconds(refusal.predicted - refusal.deadline)
