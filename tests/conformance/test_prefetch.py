@@ -159,12 +159,14 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
             await until(lambda: copies.is_idle)
             driver = copies.stream.context.driver
             driver.wait_value(copies.stream.handle, word.address, 1)
-            await feed.__anext__()
-            await still_waits(feed.__anext__())
-            p._granted_lease().end()
-            await still_waits(p._wait_closed())
-            assert pool.statistics().sms_draining == 8
-            word.array[0] = 1
+            try:
+                await feed.__anext__()
+                await still_waits(feed.__anext__())
+                p._granted_lease().end()
+                await still_waits(p._wait_closed())
+                assert pool.statistics().sms_draining == 8
+            finally:  # or the stream would never end
+                word.array[0] = 1
             await p._wait_closed()
             assert pool.statistics().sms_draining == 0
             with pytest.raises(PartitionClosed):

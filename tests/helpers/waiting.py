@@ -13,12 +13,17 @@ PAUSE_EVERY = 50
 LIMIT = math.inf
 
 
+class NeverHeld(AssertionError):
+    """A condition did not come to hold within `LIMIT`."""
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks run, and time pass, until a condition holds."""
     turn = 0
     while not condition():
         turn += 1
-        assert turn < LIMIT, "a condition that does not come to hold"
+        if turn >= LIMIT:
+            raise NeverHeld
         await anyio.sleep(0.0005 if turn % PAUSE_EVERY == 0 else 0)
 
 

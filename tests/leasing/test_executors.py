@@ -6,13 +6,14 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
-from greensched import CUDAError, Device, LaunchConfig, Pool
+from greensched import CUDAError, Device, DeviceLost, LaunchConfig, Pool
 from greensched.device.tickets import LINE, PAGE, TicketMemory
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
@@ -303,6 +304,31 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
             assert await p.run(lambda: 2) == 2
 
     anyio.run(main)
+
+
+@pytest.mark.fault("C1", "C3")
+@pytest.mark.parametrize("status", ["INVALID_VALUE", "ILLEGAL_ADDRESS"])
+def test_a_thread_that_cannot_enter_its_context_once_hides_nothing(status: str) -> None:
+    """A passing failure is tried again; that of a lost device is the cause that all are told."""
+    driver = simulated.open("h20", clock=simulated.VirtualClock())
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        with suppress(DeviceLost):
+            async with pool.partition(8) as p:
+                now = driver.script.calls["current"]
+                driver.script.add(Fail("current", now + 1, status))
+                launched = p.launch(ONE, spin, 1000)  # a thread loads the kernel for its first use
+                if status == "INVALID_VALUE":
+                    await launched
+                else:
+                    with pytest.raises(DeviceLost, match="current: ILLEGAL_ADDRESS"):
+                        await launched
+        assert pool.is_ready == (status == "INVALID_VALUE")
+        await pool.aclose()
+
+    driver.clock.run(main)
 
 
 def test_lanes_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from greensched.context import Context
 from greensched.driver.interface import Driver
 from greensched.driver.types import Mailbox
-from greensched.errors import CUDAError
+from greensched.errors import CUDAError, DeviceFault
 from greensched.typing import CaptureMode
 
 logger = logging.getLogger("greensched")
@@ -121,9 +121,16 @@ class WorkerThread:
         """Run an item even if the context cannot be entered: a task waits for its result."""
         with ExitStack() as block:
             try:
-                block.enter_context(context.entered())
+                try:
+                    block.enter_context(context.entered())
+                except DeviceFault:
+                    raise
+                except CUDAError:  # once more: the item would fail for another cause
+                    block.enter_context(context.entered())
             except CUDAError as error:
                 logger.error("%s: its context cannot be entered: %s", self._name, error)
+                if isinstance(error, DeviceFault):
+                    context.health.fail(error)
             item()
 
 
