@@ -170,11 +170,13 @@ def test_an_unknown_stream_is_waited_for(backend: Backend) -> None:
                 word = await p.empty_pinned(1, np.uint32)
                 driver = theirs.context.driver
                 driver.wait_value(theirs.handle, word.address, 1)
-                with theirs.context.entered():
-                    driver.set_bytes(x.address, 0, x.nbytes, theirs.handle)
-                job = p.copy(y, Shown(x, stream=theirs.address))
-                assert not job.done()
-                word.array[0] = 1
+                try:
+                    with theirs.context.entered():
+                        driver.set_bytes(x.address, 0, x.nbytes, theirs.handle)
+                    job = p.copy(y, Shown(x, stream=theirs.address))
+                    assert not job.done()
+                finally:  # or the stream would never end
+                    word.array[0] = 1
                 await job
                 word.close()
                 np.testing.assert_array_equal(await p.download(y), 0 * ONES)
