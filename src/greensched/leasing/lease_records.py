@@ -103,9 +103,14 @@ class LeaseRecords:
             holder_name(grant.holder),
         )
 
-    def add_resized(self, grant: Grant, mask: int, sms: int) -> None:
-        """Add that a grant, which had this mask, has others: its first cells, more, or none."""
-        now, add, name = self._time(), self.recorder.add, grant.class_state.name
+    def add_resized(self, grant: Grant, mask: int, sms: int, time: float | None) -> None:
+        """Add that a grant, which had this mask, has others: its first cells, more, or none.
+
+        With the time that the statistics count with, if it began or ended.
+        """
+        now, add, name = time, self.recorder.add, grant.class_state.name
+        if now is None:
+            now = self._time()
         device_pool = self.device_pools[grant.device]
         if not mask:
             add(self.granted(grant, now))

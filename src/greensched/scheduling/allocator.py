@@ -60,7 +60,7 @@ class SMAllocator:
         self.is_timed = False
         #: Told of a grant whose cells have changed, and the mask and the SMs that it had. Called
         #: inside a decision.
-        self.on_resize: Callable[[Grant, int, int], object] | None = None
+        self.on_resize: Callable[[Grant, int, int, float | None], object] | None = None
         self.classes: dict[str, ClassState] = {"": ClassState(DEFAULT_CLASS)}
         self.set_rules(services)
 
@@ -380,7 +380,7 @@ class SMAllocator:
         for mask in masks:
             grant = Grant(request, device, now)
             self.exclusive[device] += grant.is_exclusive
-            self.resize(grant, mask)
+            self.resize(grant, mask, now)
             if self.is_classed or request.duration is not None:
                 self._charge(grant, now)
             # As `granted` counts; a wait of 0 is counted by what `granted` has beside the others.
@@ -399,16 +399,17 @@ class SMAllocator:
             self._time(grant, now)
         if not grant.is_settled and (self.is_classed or grant.request.duration is not None):
             self._settle(grant, now)
-        self.resize(grant, 0)
+        self.resize(grant, 0, now)
         grant.mask, grant.sms = mask, sms
 
-    def resize(self, grant: Grant, mask: int) -> None:
+    def resize(self, grant: Grant, mask: int, now: float | None = None) -> None:
         """Give a grant other cells, and account for them: no other method moves cells.
 
         Args:
             grant: the grant, with its present cells or none.
             mask: the cells it has from now on, its own or free ones; a mask of
                 `DeviceCells.shared_mask`; 0: none.
+            now: when the grant begins or ends, in seconds; None: it does neither.
         """
         device, state = grant.device, grant.class_state
         cells, reservations = self.devices[device], self.reservations[device]
@@ -444,7 +445,7 @@ class SMAllocator:
             if is_elastic:
                 reservations.note_short(grant, is_over=not wanted)
         if self.on_resize is not None:
-            self.on_resize(grant, mask_before, sms_before)
+            self.on_resize(grant, mask_before, sms_before, now)
 
     def choose_mask(
         self, grant: Grant, least: int, most: int, *, prefer: int = 0
