@@ -23,8 +23,8 @@ from greensched.integrations.prometheus import export
 
 #: The bar: what the metrics may add to a lease.
 MOST = 1.05
-#: Leases for each reading of the clock.
-BURST = 20
+#: Leases of each size for each reading of the clock.
+BURST = 5
 
 
 async def measure() -> list[Row]:

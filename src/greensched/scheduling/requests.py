@@ -43,7 +43,7 @@ class DurationCurve(Protocol):
 #: What a request is expected to take: seconds, or a curve that gives them for each size.
 Duration = float | DurationCurve
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
-#: Of a grant that was never suspended.
+#: Of a grant that was not suspended twice.
 NO_USES: Final[list[float]] = []
 
 

@@ -492,10 +492,13 @@ class Scheduler:
         grant.holder = None
         if self._is_timed:
             uses = grant.uses
-            if uses is NO_USES:  # most grants are not kept twice
+            if uses is NO_USES:
                 seconds = now - grant.began
-                grant.class_state.use.add(seconds)
-                grant.reused_s, grant.uses = seconds, []
+                if grant.reused_s:
+                    grant.uses = [seconds]
+                else:  # most grants are not kept twice: no list for these
+                    grant.class_state.use.add(seconds)
+                    grant.reused_s = seconds
             else:
                 uses.append(now - grant.began)
                 if len(uses) == MOST_KEPT:
