@@ -186,10 +186,8 @@ class Actor:
         self.exchange = types.SimpleNamespace(remote=self._exchange)
         self.goodbye = types.SimpleNamespace(remote=self._goodbye)
 
-    def _exchange(
-        self, _key: str, batch: protocol.MessageBatch
-    ) -> asyncio.Future[protocol.ReplyBatch]:
-        self.batches.append(batch)
+    def _exchange(self, sent: Any) -> asyncio.Future[protocol.ReplyBatch]:
+        self.batches.append(protocol.unpack(sent)[1])
         self.answers.append(asyncio.get_running_loop().create_future())
         return self.answers[-1]
 
@@ -481,12 +479,33 @@ def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         actor._clients["key"] = caller
-        reply = asyncio.ensure_future(actor.exchange("key", batch(0)))
+        reply = asyncio.ensure_future(actor.exchange(protocol.pack(("key", batch(0)))))
         await asyncio.wait_for(actor._watch(), 10)
         assert left == [pool_actor.EXIT]
-        assert not (await reply).snapshot.is_open
+        assert not protocol.unpack(await reply).snapshot.is_open
 
     with_a_caller(test)
+
+
+def test_what_has_no_references_goes_as_bytes() -> None:
+    """Ray sends bytes as they are; it must see references, whose objects it counts."""
+    refs = ((0, object()),)
+    for batch_of, is_bytes in (
+        (protocol.Packed(b"", b"", ()), True),
+        (protocol.Packed(b"", b"", refs), False),
+    ):
+        sent = ("key", protocol.MessageBatch(0, [protocol.Run(1, batch_of, 1)], {}))
+        packed = protocol.pack(sent)
+        assert isinstance(packed, bytes) is is_bytes
+        assert protocol.unpack(packed) == sent
+    for outcome, is_bytes in (
+        (protocol.Outcome(1), True),
+        (protocol.Outcome(1, ref=object()), False),
+    ):
+        reply = protocol.ReplyBatch(0, [outcome], SNAPSHOT)
+        packed = protocol.pack(reply)
+        assert isinstance(packed, bytes) is is_bytes
+        assert protocol.unpack(packed) == reply
 
 
 # -- whose GPU --------------------------------------------------------------------------------

@@ -138,14 +138,14 @@ class PoolConnection:
         self._sent_batches += 1
         self._calls += 1
         # `remote` sends it immediately; the task only waits for the reply.
-        call = self._handle.exchange.remote(self._key, batch)
+        call = self._handle.exchange.remote(protocol.pack((self._key, batch)))
         task = self._loop.create_task(self._exchange(call, messages))
         self._exchanges.add(task)
         task.add_done_callback(self._exchanges.discard)
 
     async def _exchange(self, call: Any, messages: list[Message]) -> None:
         try:
-            reply: ReplyBatch | None = await call
+            reply: ReplyBatch | None = protocol.unpack(await call)
         except Exception as error:
             self.fail(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
             return

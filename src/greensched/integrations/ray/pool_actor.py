@@ -18,7 +18,7 @@ from greensched.errors import DeviceLost, PoolClosed, QueueFull, VersionSkew
 from greensched.integrations.health import fault_of
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.gpus import own_gpus
-from greensched.integrations.ray.protocol import MessageBatch, PoolInfo, ReplyBatch, Snapshot
+from greensched.integrations.ray.protocol import PoolInfo, Snapshot
 from greensched.integrations.ray.remote_client import RemoteClient
 
 logger = logging.getLogger("greensched")
@@ -116,14 +116,18 @@ class PoolActor:
             snapshot=self.snapshot(),
         )
 
-    async def exchange(self, key: str, batch: MessageBatch) -> ReplyBatch | None:
+    async def exchange(self, sent: Any) -> Any:
         """Handle a client's batch; reply when there is news, or after a heartbeat.
+
+        Args:
+            sent: the client's key and a `MessageBatch`, packed; the `ReplyBatch` is, too.
 
         Returns:
             None if the client is unknown; then nothing of the batch was handled.
         """
+        key, batch = protocol.unpack(sent)
         client = self._clients.get(key)
-        return None if client is None else await client.reply(batch)
+        return None if client is None else protocol.pack(await client.reply(batch))
 
     async def goodbye(self, key: str) -> None:
         """Remove a client; its queued jobs are cancelled."""
