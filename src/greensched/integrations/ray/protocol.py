@@ -139,8 +139,8 @@ class ReplyBatch(NamedTuple):
 def pack(sent: tuple[str, MessageBatch] | ReplyBatch) -> Any:
     """Pack what goes in one Ray call: as bytes, which Ray sends as they are.
 
-    With other objects an empty job took half as long again. But Ray must see the references to
-    objects of its store: what has some goes as it is.
+    With other objects an empty job, alone, took a fifth longer (Ray 2.60, two cores). But Ray must
+    see the references to objects of its store: what has some goes as it is.
     """
     if isinstance(sent, ReplyBatch):
         has_refs = any(outcome.ref or outcome.handle for outcome in sent.outcomes)
