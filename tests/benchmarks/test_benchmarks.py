@@ -140,13 +140,13 @@ def test_decisions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_queue_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the simulated driver: waiting, and cancelling one and all of those that wait."""
+    """On the simulated driver: waiting, and cancelling or refusing those that wait."""
     for name, value in {"MANY": 40, "MASS": 60, "CANCELLED": 5, "ROUNDS": 2}.items():
         monkeypatch.setattr(queue, name, value)
     driver: Driver = simulated.open("h200")
     rows = asyncio.run(queue.measure(driver))
     driver.close()
-    assert len([row for row in rows if row.bar]) == len(rows) == 5
+    assert len([row for row in rows if row.bar]) == len(rows) == 6
     assert all(row.ours > 0 for row in rows)
     assert rows[0].bar.startswith("<= 2 x")
 
