@@ -306,16 +306,19 @@ def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
     assert [error.status for error in met] == [700] * len(waits)
 
 
-def test_another_device_is_none_the_worse(make: Make) -> None:
-    """A fault is its device's: work on another goes on, its calls work as before."""
+def test_the_other_devices_of_the_process_have_the_fault_soon(make: Make) -> None:
+    """CUDA ends for the process: what runs on another device by then never ends."""
     machine = make("h200x2")
     there = machine.stream(machine.green(device=1))
     machine.run(there, "before", fixed_ns=10_000)
+    machine.run(there, "too long", fixed_ns=10_000_000)
     crash(machine)
-    machine.run(there, "after", fixed_ns=10)
-    machine.driver.synchronize_stream(there)
-    assert set(machine.times()) == {"before", "after"}
-    assert machine.driver.retain_primary(1)
+    with pytest.raises(DeviceFault) as caught:
+        machine.driver.synchronize_stream(there)
+    assert caught.value.status == 700
+    assert set(machine.times()) == {"before"}
+    with pytest.raises(DeviceFault):
+        machine.driver.retain_primary(1)
 
 
 @pytest.mark.parametrize("status", ["ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ASSERT", 719])

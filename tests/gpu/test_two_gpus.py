@@ -172,13 +172,13 @@ def test_a_lost_device_ends_the_pool_over_both(uuids: list[str]) -> None:
 
 
 @NOT_ON_STANDIN
-def test_a_lost_device_leaves_the_pool_of_the_other(uuids: list[str]) -> None:
-    """With a pool on each device, the other one's jobs end with their results."""
+def test_a_lost_device_ends_the_pool_of_the_other(uuids: list[str]) -> None:
+    """With a pool on each device, the other one is lost, too: CUDA ends for the process."""
     found = lost("two pools")
     assert found["cause"] == "ILLEGAL_ADDRESS"
-    assert found["held"] == [1.0] * 8
-    assert found["queued"] == [2.0] * 8
-    assert found["ready"] == [False, True]
+    assert found["held"] == found["queued"] == "DeviceFault of device 1"
+    assert found["ready"] == [False, False]
+    assert found["seconds"] < 5
 
 
 # -- a process for each -----------------------------------------------------------------------

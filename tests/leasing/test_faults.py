@@ -169,18 +169,20 @@ def test_a_fault_of_one_device_ends_the_pool_over_two(clock: Any) -> None:
     clock.run(main)
 
 
-def test_a_fault_leaves_the_pool_of_another_device(clock: Any) -> None:
-    """With a pool on each device the other one goes on, as long as its driver calls succeed."""
+def test_a_fault_ends_the_pool_of_another_device(clock: Any) -> None:
+    """With a pool on each device the other one ends, too, by a fault of its own device."""
     driver = simulated.open("h20x2", clock=clock, faults=[Crash("saxpy")])
 
     async def main() -> None:
         async with Pool([0], driver=driver) as one, Pool([1], driver=driver) as two:
-            async with two.partition(16) as q:
-                await crash(one, 0)
-                assert (one.is_ready, two.is_ready) == (False, True)
-                with await q.upload(np.ones(8, np.float32)) as y:
-                    await q.launch(ONE, fill, y, 2.0, 1)
-                    assert (await q.download(y))[:2].tolist() == [2.0, 1.0]
+            with pytest.raises(greensched.DeviceLost) as met:
+                async with two.partition(16) as q:
+                    job = q.launch(ONE, spin, 10**12)
+                    await crash(one, 0)
+                    await job
+            assert isinstance(met.value.cause, greensched.DeviceFault)
+            assert met.value.cause.device == 1
+            assert (one.is_ready, two.is_ready) == (False, False)
 
     clock.run(main)
 

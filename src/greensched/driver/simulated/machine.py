@@ -108,6 +108,8 @@ class Machine:
         self.timeline = clock.attach()
         self.script = FaultScript(faults)
         self.devices = [DeviceState(i, model) for i, model in enumerate(devices)]
+        for device in self.devices:
+            device.process = self.devices
         self.memory = [DeviceMemory(device.model.memory_bytes) for device in self.devices]
         self.space = AddressSpace()
         self.strict_events = strict_events

@@ -17,13 +17,18 @@ import enum
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Protocol
 
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.errors import CUDAError, ReferenceFailed
+
+#: Nanoseconds after which the other devices of a process have a fault, too. Two H100 had it within
+#: 0.15 s, the device itself first; it was not measured more closely.
+SPREAD_NS = 1_000_000
 
 
 class Clock(Protocol):
@@ -153,6 +158,9 @@ class DeviceState:
         self.kernels: dict[Operation, None] = {}
         self.engines: dict[str, deque[Operation]] = {}
         self.fault: CUDAError | None = None
+        #: The devices of its process: a fault of one ends CUDA on all of them. Two H100 with driver
+        #: 580 showed it of an illegal address (docs/measurements/h100-580/README.md).
+        self.process: Sequence[DeviceState] = (self,)
         #: How many threads wait to load or unload code.
         self.changes = 0
 
@@ -308,7 +316,16 @@ class Timeline:
                 self.at(self.now, lambda stream=stream: self.pump(stream))  # type: ignore[misc]  # a lambda's default is not inferred
 
     def fail(self, device: DeviceState, fault: CUDAError) -> None:
-        """Fail a device: its queued and running work never ends, and nothing begins again."""
+        """Fail a device, and soon the others of its process.
+
+        Its queued and running work never ends, and nothing begins again.
+        """
+        self._fail_one(device, fault)
+        for other in device.process:
+            if other.fault is None:
+                self.at(self.now + SPREAD_NS, partial(self._fail_one, other, fault))
+
+    def _fail_one(self, device: DeviceState, fault: CUDAError) -> None:
         self._changed = True
         device.fault = device.fault or fault
         device.kernels.clear()
