@@ -39,8 +39,9 @@ SMALL = DeviceModel(
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Any:
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a coroutine function with a driver, in virtual time on each kind of loop."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
     def run(main: Callable[[Any], Any], *faults: Fault) -> None:
         clock = simulated.VirtualClock()
