@@ -20,9 +20,9 @@ from greensched.errors import DeviceHung, GreenschedError, InvalidRequest
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
 from greensched.leasing.latency import LatencyCurve, default_sizes, measure
-from greensched.leasing.lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.partition import Partition, PartitionGroup
+from greensched.leasing.pool_lifecycle import PoolLifecycle, PoolOptions
 from greensched.leasing.pool_state import CloseReport, PoolState
 from greensched.leasing.pool_statistics import LeaseInfo, PoolStatistics
 from greensched.leasing.prepared_executors import ExecutorInfo, executors, prepare_local

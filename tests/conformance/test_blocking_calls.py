@@ -11,7 +11,7 @@ import pytest
 
 import greensched
 from greensched import ALL, Partition
-from greensched.execution.completion import MAX_WAITERS
+from greensched.execution.completion_poller import MAX_WAITERS
 from helpers.backend import Backend
 from helpers.gate import Gate
 from helpers.waiting import turns, until

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from greensched.driver.simulated.contention import CROWDING, clock, fair, settle, speeds
 from greensched.driver.simulated.device_models import PRESETS
-from greensched.driver.simulated.operations import KernelOp
+from greensched.driver.simulated.kernel_timing import KernelOp
 from greensched.driver.simulated.timeline import DeviceState, Span, StreamQueue, Timeline
 from greensched.typing import Cost
 

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from greensched.driver import simulated
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import current_adapter
 from helpers.backend import DEVICE
 

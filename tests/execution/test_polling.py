@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greensched.execution.completion import (
+from greensched.execution.completion_poller import (
     GIL_YIELD_EVERY_S,
     IDLE_TURN_S,
     MAX_SAFETY_S,

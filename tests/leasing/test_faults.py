@@ -215,7 +215,7 @@ def test_a_fault_on_the_real_clock_is_noticed() -> None:
 
 def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a loop goes to sleep for each job the driver is asked by time, not for each."""
-    monkeypatch.setattr("greensched.execution.completion.SAFETY_S", 60.0)
+    monkeypatch.setattr("greensched.execution.completion_poller.SAFETY_S", 60.0)
     driver = simulated.open("h200")
     driver.spin_budget = 0.0  # it sleeps at once
 

@@ -18,7 +18,7 @@ import greensched
 from greensched import ALL, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash
-from greensched.execution.completion import RESUMED_AT_ONCE
+from greensched.execution.completion_poller import RESUMED_AT_ONCE
 from greensched.kernels import spin
 from greensched.leasing.manager import AT_ONCE
 from helpers.waiting import until

@@ -31,7 +31,7 @@ from greensched.device.resources import max_cluster_size
 from greensched.device.staging import ChunkedCopier, StagingPool
 from greensched.device.tickets import EventTicketedStream, TicketedStream, TicketMemory
 from greensched.errors import CUDAError, DeviceFault, DeviceHung
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.jobs import Job
 from greensched.execution.launch_cache import LaunchCache

@@ -18,7 +18,7 @@ from greensched.device.foreign_arrays import ForeignArray
 from greensched.driver.types import ExecutableHandle, GraphHandle
 from greensched.errors import Closed, CUDAError, InvalidCapture, InvalidRequest, WrongDevice
 from greensched.execution import calls
-from greensched.execution.completion import CAPTURE_STATUSES
+from greensched.execution.completion_poller import CAPTURE_STATUSES
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease

@@ -14,7 +14,7 @@ from greensched._validation import Uncopyable
 from greensched.device.buffers import Closable
 from greensched.device.tickets import StreamOwner, TicketedStream
 from greensched.errors import WouldBlock, WrongThread
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import current_adapter, current_trio
 from greensched.typing import T
 

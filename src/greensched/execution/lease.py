@@ -36,11 +36,11 @@ from greensched.errors import (
     wrong_thread,
 )
 from greensched.execution.call_context import CallContext
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
-from greensched.execution.lease_end import LeaseEnd, end_capture
+from greensched.execution.lease_drain import LeaseDrain, end_capture
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
 from greensched.kernels import Abandonment
 from greensched.records import Done, Recorder, Submitted
@@ -164,7 +164,7 @@ class Lease:
         #: Of compilations that its work waits for; made for the first.
         self._abandonment: Abandonment | None = None
         #: Its work once it has ended.
-        self._end: LeaseEnd | None = None
+        self._drain: LeaseDrain | None = None
         self.move_to(executor)
 
     def move_to(self, executor: Executor) -> None:
@@ -676,8 +676,10 @@ class Lease:
             self.close()
         else:
             foreign_work = self._may_have_foreign_work()
-            self._end = LeaseEnd(self.executor, self.poller, self.close, foreign_work=foreign_work)
-            self._end.begin()
+            self._drain = LeaseDrain(
+                self.executor, self.poller, self.close, foreign_work=foreign_work
+            )
+            self._drain.begin()
         if self.state is LeaseState.DRAINING:
             self._listener.lease_draining(self)
 
@@ -693,7 +695,7 @@ class Lease:
         for job in self._unfinished:
             job._finalize()
         self._unfinished.clear()  # they refer to the lease: it would be a cycle
-        self._end = None  # it refers to the lease, too
+        self._drain = None  # it refers to the lease, too
         try:
             self._listener.lease_closed(self)  # may raise an interrupt that a policy met
         finally:
@@ -725,8 +727,8 @@ class Lease:
             self.abandon()
         elif self.state is LeaseState.GAVE_WAY:
             self.end()
-        elif self._end is not None:
-            self._end.take_over(poller)
+        elif self._drain is not None:
+            self._drain.take_over(poller)
 
     def pool_closed(self) -> None:
         """Wait for nothing any more if it has ended; an open lease may still end.

@@ -22,7 +22,7 @@ from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
-from greensched.execution.completion import CAPTURE_STATUSES, CompletionPoller
+from greensched.execution.completion_poller import CAPTURE_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job
 from greensched.execution.threads import Item, WorkerThread
 from greensched.typing import CaptureMode, T

@@ -7,7 +7,7 @@ from threading import RLock
 from typing import Protocol
 
 from greensched.errors import DeviceLost
-from greensched.execution.completion import PollerRegistry
+from greensched.execution.completion_poller import PollerRegistry
 from greensched.execution.lease import Lease
 from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.lease_records import LeaseRecords

@@ -37,7 +37,7 @@ from greensched.errors import (
     PoolClosed,
     WouldBlock,
 )
-from greensched.execution.completion import CompletionPoller, PollerRegistry
+from greensched.execution.completion_poller import CompletionPoller, PollerRegistry
 from greensched.execution.eventloop import LoopAdapter, Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease

@@ -26,7 +26,7 @@ from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
 from greensched.execution.progress import ProgressCallback
 from greensched.kernels import Kernel
-from greensched.leasing.lifecycle import PoolLifecycle
+from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
 from greensched.typing import DeviceArray
 

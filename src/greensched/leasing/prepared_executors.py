@@ -9,8 +9,8 @@ from typing import Any
 from greensched.errors import InvalidRequest
 from greensched.execution.calls import check_blocking
 from greensched.execution.progress import ProgressCallback
-from greensched.leasing.lifecycle import PoolLifecycle
 from greensched.leasing.partition import Partition
+from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
 from greensched.scheduling.cells import SizeRange
 

@@ -10,7 +10,7 @@ from typing import TypedDict
 from greensched._validation import as_float, as_tuple, is_count
 from greensched.device.buffers import Buffer
 from greensched.errors import InvalidRequest
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.kernels import Kernel
 from greensched.scheduling.cells import SizeRange, parse_sizes
 from greensched.scheduling.requests import Duration, Request

@@ -29,7 +29,7 @@ from greensched._validation import as_float, one_of
 from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import DeviceHung, InvalidRequest
-from greensched.execution.completion import CompletionPoller, PollerRegistry
+from greensched.execution.completion_poller import CompletionPoller, PollerRegistry
 from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.leasing.device_pool import DevicePool

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from greensched.leasing.device_pool import DevicePool
-from greensched.leasing.lifecycle import PoolLifecycle
 from greensched.leasing.manager import LeaseManager
+from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.pool_statistics import LeaseInfo
 from greensched.observability.waiting import WaitingRequest, describe

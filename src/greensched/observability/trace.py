@@ -19,7 +19,7 @@ import anyio
 from greensched.errors import InvalidRequest, MissingPackage
 from greensched.execution.background import BackgroundTask
 from greensched.execution.threads import WorkerThread
-from greensched.leasing.lifecycle import PoolLifecycle
+from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.observability.lease_history import TracedDevice
 from greensched.records import Record
 

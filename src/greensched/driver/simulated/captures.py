@@ -4,11 +4,45 @@ from __future__ import annotations
 
 from greensched.driver.simulated.handles import Capture, Executable, Graph
 from greensched.driver.simulated.machine import Component
-from greensched.driver.simulated.operations import GraphLaunch
-from greensched.driver.simulated.timeline import InstantOp, Signal, WaitOp
+from greensched.driver.simulated.timeline import (
+    InstantOp,
+    Operation,
+    Signal,
+    StartResult,
+    StreamQueue,
+    Timeline,
+    WaitOp,
+)
 from greensched.driver.status import from_status
 from greensched.driver.types import ExecutableHandle, GraphHandle, StreamHandle
 from greensched.typing import CaptureMode
+
+
+class GraphLaunch(Operation):
+    """The operations of a graph, one after another, on the SMs of the stream of their capture.
+
+    The stream of the launch only says when it begins, and holds one operation for all of them.
+    """
+
+    kind = "graph"
+
+    def __init__(self, captured_on: StreamQueue, operations: list[Operation]) -> None:
+        super().__init__("graph")
+        self.sms = captured_on.sms
+        self._green = captured_on.green
+        self._operations = operations
+
+    def begin(self, timeline: Timeline) -> StartResult:
+        """Run the operations on a queue of their own, behind which the launch ends."""
+        self.start = timeline.now
+        queue = StreamQueue(self.stream.ident, self.stream.device, self._green, self.sms)
+        queue.on_error = self.stream.report_error
+        for operation in (*self._operations, InstantOp("end", lambda _: timeline.end(self))):
+            operation.stream = queue
+            operation.enqueued, operation.ready = self.enqueued, timeline.now
+            queue.queue.append(operation)
+        timeline.pump(queue)
+        return StartResult.RUNNING
 
 
 class Captures(Component):

@@ -13,8 +13,8 @@ import numpy as np
 from greensched.driver.simulated.contention import bits
 from greensched.driver.simulated.faults import Hang
 from greensched.driver.simulated.handles import Handle, SimulatedStream
+from greensched.driver.simulated.kernel_timing import KernelOp
 from greensched.driver.simulated.machine import Component
-from greensched.driver.simulated.operations import KernelOp
 from greensched.driver.simulated.timeline import DeviceState, WaitOp
 from greensched.driver.status import from_status
 from greensched.driver.types import (

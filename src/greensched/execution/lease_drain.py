@@ -1,4 +1,7 @@
-"""The end of a lease: its work, until its last ticket is reached and its cells can be freed."""
+"""Draining an ended lease: wait for its last ticket, then `Lease.close` has its cells freed.
+
+`Lease.end` begins it; `LeaseManager.lease_closed` and `Scheduler.drained` free the cells.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ from collections.abc import Callable
 from functools import partial
 
 from greensched.errors import CUDAError
-from greensched.execution.completion import CompletionPoller
+from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.executor import Executor
 from greensched.execution.worker_calls import drop_capture
 
 
-class LeaseEnd:
-    """The work of a lease that has ended, on the executor that it had.
+class LeaseDrain:
+    """The wait for the work of an ended lease.
 
     Args:
-        executor: of the lease.
-        poller: of the loop that ends the lease, until that loop closes.
-        close: called once all the work is done, on the thread of the loop that then polls it.
-        foreign_work: libraries may have work on the green context that has no ticket.
+        executor: The lease's executor.
+        poller: The poller of the loop that ends the lease; another takes over if that loop closes.
+        close: Called once all the work is done, on the thread of the loop that polls it.
+        foreign_work: Whether libraries may have work on the green context that has no ticket.
     """
 
     def __init__(
@@ -33,11 +36,11 @@ class LeaseEnd:
         self._poller = poller
         self._close = close
         self._foreign_work = foreign_work
-        #: The last ticket of all, once it is known.
+        #: The last ticket of the lease, once it is known.
         self._last_ticket: int | None = None
 
     def begin(self) -> None:
-        """Have a ticket written behind all the work, and wait for it. Does not block."""
+        """Have a ticket written after all the work, and watch for it. Does not block."""
         if self._has_last_ticket():
             self._await_last_ticket()
         else:
@@ -45,15 +48,15 @@ class LeaseEnd:
             self._executor.calls.submit_behind(partial(self._write_last_ticket, self._poller))
 
     def take_over(self, poller: CompletionPoller) -> None:
-        """Have another loop wait for the last ticket: the loop that did has closed."""
+        """Watch for the last ticket on another loop, because the previous loop has closed."""
         self._poller = poller
         if self._last_ticket is not None:
             self._await_last_ticket()
 
     def _has_last_ticket(self) -> bool:
-        """Whether a ticket is behind all work of the lease, or could be written there now.
+        """Say whether a ticket follows all work of the lease, or write one now if possible.
 
-        Where a thread has something left to do, that comes first, and the thread writes it.
+        If a thread still has work to submit, it does so first and then writes the ticket.
         """
         executor, stream = self._executor, self._executor.launch_stream
         if any(not one.is_idle for one in executor.streams[1:]):
@@ -63,17 +66,17 @@ class LeaseEnd:
                 return False
             try:
                 executor.order_behind_green_context()
-            except CUDAError:  # a library captures on a stream of its own: a thread waits for that
+            except CUDAError:  # a library captures on its own stream: a thread waits for its end
                 return False
             executor.write_launch_ticket(stream.issue())
         self._last_ticket = stream.issued
         return True
 
     def _write_last_ticket(self, poller: CompletionPoller) -> None:
-        """On the submit thread, after all else of the lease: order behind the whole green context.
+        """Write a ticket after all work of the green context. Runs last on the submit thread.
 
-        Libraries put work on streams of their own; only the context knows them all. `poller` is
-        of the loop that ended the lease, which may be closed by now.
+        Libraries submit to their own streams, and only the context knows them all. `poller` belongs
+        to the loop that ended the lease, which may be closed by now.
         """
         stream = self._executor.launch_stream
         try:
@@ -98,7 +101,7 @@ class LeaseEnd:
 
 
 def end_capture(executor: Executor) -> None:
-    """End a capture on a launch stream that libraries had: it would take in the last ticket."""
+    """End a library's capture on the launch stream: it would record the last ticket."""
     try:
         drop_capture(executor.driver, executor.launch_stream)
     except CUDAError as error:

@@ -1,24 +1,20 @@
-"""Operations that take time on a simulated device: kernels, copies, and launches of graphs.
+"""How long a kernel takes on a simulated device: when it has space, and at what speed it runs.
 
-Kernels share SMs and memory bandwidth by the model in `contention`; copies share one engine for
-each direction, one copy at a time. A green context isolates SMs alone: all contexts share the copy
-engines and the memory system.
+Kernels share SMs and memory bandwidth by the model in `contention`. A green context isolates SMs
+only: all contexts share the memory system.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 from greensched.driver.simulated.contention import clock, settle, speeds
 from greensched.driver.simulated.timeline import (
     DeviceState,
-    InstantOp,
     Operation,
     StartResult,
-    StreamQueue,
     Timeline,
 )
 from greensched.errors import CUDAError
@@ -234,64 +230,3 @@ def _watch(timeline: Timeline, kernels: list[KernelOp], runs: list[bool]) -> Non
         for kernel in kernels:
             if kernel.started and not kernel.yields and kernel.sms & waiting.sms:
                 kernel.watch(timeline, urgent=waiting.priority < kernel.priority)
-
-
-class Copy(Operation):
-    """A copy over one of the device's engines, which makes one copy at a time."""
-
-    kind = "copy"
-
-    def __init__(self, path: str, nbytes: int, bandwidth: float, body: Callable[[], None]) -> None:
-        super().__init__(path)
-        self.path = path
-        self.nbytes = nbytes
-        self.bandwidth = bandwidth
-        self.effect = body  # type: ignore[method-assign]  # as for kernels
-
-    def begin(self, timeline: Timeline) -> StartResult:
-        """Join the queue of its engine."""
-        queue = self.stream.device.engines.setdefault(self.path, deque())
-        queue.append(self)
-        if len(queue) == 1:
-            self._move(timeline)
-        return StartResult.RUNNING
-
-    def _move(self, timeline: Timeline) -> None:
-        """Start on the engine."""
-        self.start = timeline.now
-        took = math.ceil(self.nbytes / self.bandwidth * 1e9)
-        timeline.at(self.start + took, lambda: self._moved(timeline))
-
-    def _moved(self, timeline: Timeline) -> None:
-        queue = cast("deque[Copy]", self.stream.device.engines[self.path])
-        queue.popleft()
-        timeline.end(self)
-        if queue:
-            queue[0]._move(timeline)
-
-
-class GraphLaunch(Operation):
-    """The operations of a graph, one after another, on the SMs of the stream of their capture.
-
-    The stream of the launch only says when it begins, and holds one operation for all of them.
-    """
-
-    kind = "graph"
-
-    def __init__(self, captured_on: StreamQueue, operations: list[Operation]) -> None:
-        super().__init__("graph")
-        self.sms = captured_on.sms
-        self._green = captured_on.green
-        self._operations = operations
-
-    def begin(self, timeline: Timeline) -> StartResult:
-        """Run the operations on a queue of their own, behind which the launch ends."""
-        self.start = timeline.now
-        queue = StreamQueue(self.stream.ident, self.stream.device, self._green, self.sms)
-        queue.on_error = self.stream.report_error
-        for operation in (*self._operations, InstantOp("end", lambda _: timeline.end(self))):
-            operation.stream = queue
-            operation.enqueued, operation.ready = self.enqueued, timeline.now
-            queue.queue.append(operation)
-        timeline.pump(queue)
-        return StartResult.RUNNING
