@@ -2,7 +2,7 @@
 
 Times are in seconds of the driver's clock: monotonic, or virtual. Requests and leases are numbered.
 A request that is refused holds no number: the next request has the same one. A lease that gives way
-at a checkpoint, or is idle, ends here; what it is granted afterwards is another lease.
+at a checkpoint, or is idle, ends here; it goes on as another request, and another lease.
 """
 
 from __future__ import annotations

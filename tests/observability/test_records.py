@@ -139,6 +139,43 @@ def test_loans_and_checkpoints_are_told() -> None:
     assert any(isinstance(record, Resized) for record in seen)
 
 
+@pytest.mark.parametrize("way", ["checkpoint", "idle"])
+def test_a_lease_that_asks_again_is_another_request(way: str) -> None:
+    """Its cells are free, then it asks, and is granted another lease: what the statistics count."""
+
+    async def batch(pool: Pool) -> None:
+        async with pool.partition((8, ALL), service="batch") as p:
+            await asyncio.sleep(0.010)
+            if way == "checkpoint":
+                await p.checkpoint()
+            else:
+                async with p.idle():
+                    await asyncio.sleep(0.001)
+            (info,) = pool.leases()
+            assert info.holder == "batch"
+
+    async def test(pool: Pool, seen: list[Record]) -> None:
+        running = asyncio.create_task(batch(pool), name="batch")
+        await asyncio.sleep(0.001)
+        async with pool.partition(ALL, service="urgent"):
+            await asyncio.sleep(0.010)
+        await running
+        assert pool.statistics().requested == kinds(seen).count(Requested) == 3
+
+    classes = [ServiceClass("batch", preemptible=True, checkpoint_interval=0.01)]
+    seen = run(test, services=[*classes, ServiceClass("urgent", priority=1)])
+    batch_only = [one for one in seen if getattr(one, "service", "") == "batch"]
+    assert kinds(batch_only) == [
+        Requested, Granted, Released, Drained, Requested, Queued, Granted, Released, Drained,
+    ]  # fmt: skip
+    first, again = (one for one in batch_only if isinstance(one, Requested))
+    assert (again.sizes, again.holder) == (first.sizes, first.holder) == (("(8, ALL)",), "batch")
+    assert again.time == pytest.approx(batch_only[3].time + (0.001 if way == "idle" else 0))
+    granted = [one for one in batch_only if isinstance(one, Granted)]
+    assert [one.request for one in granted] == [first.request, again.request]
+    assert granted[1].wait == pytest.approx(granted[1].time - again.time)
+
+
 def test_a_lost_device_is_told() -> None:
     """The loss has a record, and the job that was lost with it."""
 

@@ -61,8 +61,8 @@ def instrument(
 
     Spans: `greensched.lease.acquire`, from a request to its grant, and `greensched.lease.use`, from
     there until the work is done, are children of the span that was current at the request; `launch
-    KERNEL`, `call FUNCTION` and `copy ...`, of the one at the submission. The spans of a lease that
-    gave way at a checkpoint and goes on have no parent.
+    KERNEL`, `call FUNCTION` and `copy ...`, of the one at the submission. A lease that gives way at
+    a checkpoint asks again there.
 
     Args:
         name: the attribute `greensched.pool.name`; not that of another pool which is not closed.
@@ -253,18 +253,15 @@ class _Watcher:
     # -- requests --------------------------------------------------------------------------------
 
     def _requested(self, record: Requested) -> None:
-        self._acquire(record, _current(record.context))
-
-    def _queued(self, record: Queued) -> None:
-        if record.request not in self._acquires:  # its lease gave way
-            self._acquire(record, NO_PARENT)
-        span, _ = self._acquires[record.request]
-        span.add_event("queued", timestamp=self._ns(record.time))
-
-    def _acquire(self, record: Requested | Queued, parent: otel_context.Context) -> None:
+        parent = _current(record.context)
         name = "greensched.lease.acquire"
         span = self._start(name, parent, record.time, service=record.service)
         self._acquires[record.request] = span, parent
+
+    def _queued(self, record: Queued) -> None:
+        acquire = self._acquires.get(record.request)
+        if acquire is not None:  # else it was made before the pool was watched
+            acquire[0].add_event("queued", timestamp=self._ns(record.time))
 
     def _granted(self, record: Granted) -> None:
         acquire = self._acquires.pop(record.request, None)

@@ -31,7 +31,7 @@ from greensched.records import (
     holder_name,
 )
 from greensched.scheduling.class_state import ClassState
-from greensched.scheduling.requests import NO_LOANS, Grant, Request
+from greensched.scheduling.requests import NO_LOANS, QUEUED, Grant, Request
 
 logger = logging.getLogger("greensched")
 
@@ -64,9 +64,16 @@ class LeaseRecords:
         context = copy_context()
         self.recorder.add(Requested(now, number, request.service, sizes, name, context))
 
+    def add_requested_again(self, now: float, number: int, grant: Grant) -> None:
+        """Add that a lease without SMs asks for them again, with the context of its task."""
+        request, service = grant.request, grant.class_state.name
+        sizes, context = tuple(map(str, request.parts)), copy_context()
+        name = holder_name(request.holder if grant.holder is None else grant.holder)
+        self.recorder.add(Requested(now, number, service, sizes, name, context))
+
     def add_queued(self, request: Request, waiting: int) -> None:
-        """Add that a request waits, unless it is granted already."""
-        if not request.grants:
+        """Add that a request waits, unless it is granted or rejected already."""
+        if request.state is QUEUED:
             name = request.class_state.name
             self.recorder.add(Queued(self._time(), request.order, name, waiting))
 
@@ -123,6 +130,8 @@ class LeaseRecords:
             if not grant.released:
                 add(Released(now, grant.number, name))
             add(Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
+            if grant.request.state is QUEUED:  # it gives way, and is queued again
+                self.add_requested_again(now, grant.request.order, grant)
 
     def _add_loans(self, grant: Grant, now: float) -> None:
         """Add what a grant has borrowed and given back since it was last told."""

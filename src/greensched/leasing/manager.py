@@ -455,7 +455,9 @@ class LeaseManager:
         """
         with self.lock:
             self.check()
-            granted = self.scheduler.drained(self._time(), lease.grant)
+            grant, holder = lease.grant, lease.grant.holder
+            granted = self.scheduler.drained(self._time(), grant)
+            grant.holder = holder  # the request of `end_idle` is its, too
             lease.executor.is_leased = False
             lease.give_way()
         self.notify_granted(granted)
@@ -468,8 +470,11 @@ class LeaseManager:
                 self.check()
                 lease.check_waiting()
                 GrantWaiter(request, lease.poller)
-                granted = self.scheduler.ask_again(self._time(), lease.grant)
-                if self.recorder.watched:
+                now, is_watched = self._time(), self.recorder.watched
+                if is_watched:
+                    self.records.add_requested_again(now, self.scheduler.arrivals, lease.grant)
+                granted = self.scheduler.ask_again(now, lease.grant)
+                if is_watched:
                     self.records.add_queued(request, self.scheduler.waiting)
         except GreenschedError:
             lease.end()

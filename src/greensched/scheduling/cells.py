@@ -29,6 +29,14 @@ class SizeRange(NamedTuple):
     most: int
     named: NamedSize | None = None
 
+    def __str__(self) -> str:
+        """Return the size as a caller writes it."""
+        if self.named is not None:
+            return repr(self.named)
+        if self.least == self.most:
+            return str(self.least)
+        return f"({self.least}, {'ALL' if self.most == sys.maxsize else self.most})"
+
 
 def parse_size(size: object) -> SizeRange:
     """Parse one size.
