@@ -1,6 +1,6 @@
 """greensched: an asyncio-first scheduler for CUDA green contexts.
 
-Importing it loads neither CUDA nor numpy, only the errors; other names are loaded when first used.
+Importing it loads only the errors, neither CUDA nor numpy. Other names are loaded at first use.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def __getattr__(name: str) -> Any:
 
         try:
             value = version("greensched")
-        except PackageNotFoundError:  # `hasattr` and the default of `getattr` expect another error
+        except PackageNotFoundError:  # `hasattr` and `getattr` expect AttributeError
             raise AttributeError("greensched has no __version__: it is not installed") from None
     elif name in ("typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")

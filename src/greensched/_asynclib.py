@@ -1,4 +1,4 @@
-"""Which async library runs on the calling thread. Imports none of them."""
+"""Which async library runs on the calling thread. Imports no async library."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from types import FunctionType
 from typing import Any, Final
 
-#: The thread's identity. Read for every lease and job: a final name is not looked up when compiled.
+#: The thread's identity, read for each lease and job. Compiled code need not look up a final name.
 get_ident: Final = threading.get_ident
 
 
 def running_asyncio() -> Any:
     """Return the asyncio loop (or uvloop) that runs on this thread, or None.
 
-    While another thread is still importing asyncio, no loop of it can run here.
+    While another thread is still importing asyncio, no asyncio loop can run here.
     """
     events = sys.modules.get("asyncio.events")
     find = getattr(events, "_get_running_loop", None)
@@ -38,7 +38,7 @@ def in_event_loop() -> bool:
 
 
 def is_coroutine_function(function: object) -> bool:
-    """Say whether calling this object only makes a coroutine, which runs on a loop alone."""
+    """Say whether calling this object only makes a coroutine, which needs a loop to run."""
     if type(function) is FunctionType and not function.__dict__:  # the usual case, made fast
         return bool(function.__code__.co_flags & inspect.CO_COROUTINE)
     called = type(function).__call__

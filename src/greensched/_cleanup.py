@@ -1,4 +1,4 @@
-"""Run the steps of a close, each of them, whatever the others raise; find what failed first."""
+"""Run all steps of a close, even if some raise, and find the first failure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from greensched.errors import GreenschedError
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run every step.
+    """Run every step, even if earlier steps raise.
 
     Raises:
-        GreenschedError: the first error of a step; later ones are its notes.
+        GreenschedError: The first error of a step; later errors are its notes.
     """
     first: GreenschedError | None = None
     for step in steps:
@@ -27,9 +27,9 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the library's error in whose handling this one was raised, or the error itself.
+    """Return the library's error that was being handled when this one was raised, if any.
 
-    Cleaning up after a failure may fail as well, and that says nothing of the cause.
+    Cleaning up after a failure may fail as well, but that error does not show the cause.
     """
     while isinstance(error.__context__, GreenschedError) and not error.__suppress_context__:
         error = error.__context__

@@ -1,6 +1,6 @@
 """Checks of values that callers pass: numbers (also numpy's), named options, device ordinals.
 
-And the refusal to copy what stands for something on a device.
+Also `Uncopyable`, which refuses copies of objects that stand for something on a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from greensched.errors import InvalidRequest, NotCopyable
 
 
 def as_float(value: object) -> float:
-    """Convert a number to a float; nan if it is not a number, or too large for a float."""
+    """Convert a number to a float; return nan for anything else, or a number too large."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -23,14 +23,14 @@ def as_float(value: object) -> float:
 
 
 def as_int(value: object) -> int:
-    """Convert a whole number to an int; 0 if it is not one."""
+    """Convert a whole number to an int; return 0 for anything else."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return 0
     return int(value)
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 0; True and False are not."""
+    """Whether a value is a whole number of at least 0; a bool is not."""
     return type(value) is int and value >= 0
 
 
@@ -49,10 +49,10 @@ def as_tuple(value: Any) -> tuple[Any, ...] | None:
 
 
 def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
-    """Return an option's value if it is one of a few.
+    """Return an option's value if it is allowed.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: The value is not allowed.
     """
     if not any(value is one or (isinstance(value, str) and value == one) for one in known):
         raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
@@ -63,7 +63,7 @@ def ordinals(devices: object) -> tuple[int, ...]:
     """Convert ordinals, or devices of other libraries, to distinct ordinals.
 
     Raises:
-        InvalidRequest: none given, one given twice, or a value that is not an ordinal.
+        InvalidRequest: There is no device, one appears twice, or a value is not an ordinal.
     """
     chosen = tuple(getattr(device, "device_id", device) for device in as_tuple(devices) or ())
     if not chosen or not all(map(is_count, chosen)) or len(set(chosen)) != len(chosen):
@@ -74,14 +74,14 @@ def ordinals(devices: object) -> tuple[int, ...]:
 
 
 class Uncopyable:
-    """An object that stands for something on a device, which a copy would stand for, too."""
+    """An object that stands for something on a device, so that a copy would be wrong."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        """Refuse `copy`, `pickle`, and what uses them: multiprocessing, Ray, joblib.
+        """Refuse `copy`, `pickle`, and their users: multiprocessing, Ray, joblib.
 
         Raises:
-            NotCopyable: always.
+            NotCopyable: Always.
         """
         raise NotCopyable(type(self).__name__)

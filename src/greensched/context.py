@@ -1,7 +1,7 @@
-"""Contexts: primary, green, of their own, adopted; and closing in the right order.
+"""Contexts: primary, green, own or adopted; and closing them in the right order.
 
-Launches never depend on the current context: a stream knows its own. Calls that do need one (an
-allocation, an event, a copy) are made inside one synchronous `with context.entered()`.
+Launches never depend on the current context, because a stream knows its own. Calls that do need a
+current context (an allocation, an event, a copy) run inside one `with context.entered()`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ T = TypeVar("T")
 logger = logging.getLogger("greensched")
 await_guard.skip_frames_of(__name__)
 
-#: The answer of a driver that is not initialised yet. Source: cuda.h.
+#: The status of a driver that is not initialised yet. Source: cuda.h.
 NOT_INITIALIZED = 3
-#: The device's one context, some of its SMs, one that owns itself, another library's.
+#: The device's primary context; some of its SMs; `Context.create`'s; another library's.
 Kind = Literal["primary", "green", "own", "adopted"]
-#: The ways to wait: a context has one of them.
+#: The ways to wait. A context has exactly one of them.
 _WAYS = (ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD, ContextFlags.SCHED_BLOCKING_SYNC)
 
 #: Every open context, so that `Context.current` returns the same object again.
@@ -63,25 +63,25 @@ _contexts_lock = threading.Lock()
 
 
 class Context(ContextLimits):
-    """A device's primary context, a green one (some of its SMs), one that owns itself, or adopted.
+    """A CUDA context: a device's primary, a green one (some of its SMs), an own one, or adopted.
 
     Made by `Device.primary`, `Device.create_context`, `Context.create` and `Context.current`.
-    Streams and events made from it keep it alive; `close` ends what is left of them first. A green
-    one, or one of its own, that was never closed warns: no destructor calls CUDA.
+    Its streams and events keep it alive; `close` ends those that are left first. A green or own
+    context that is never closed causes a warning, because no destructor calls CUDA.
 
-    It may be used from any thread, and moves between them: by `push` and `pop`, by `with`, by
-    `set_current`. A green one is *current* on one thread at a time, and a second thread is
-    refused; launching on its streams works from any.
+    Any thread may use it, and make it current by `with`, by `push` and `pop`, or by `set_current`.
+    A green context is *current* on only one thread at a time, and a second thread is refused;
+    launching on its streams works from any thread.
 
     Attributes:
-        handle: the driver's (a `CUcontext`).
+        handle: The driver's handle (a `CUcontext`).
         kind: `"primary"`, `"green"`, `"own"` or `"adopted"`.
-        device: its `Device`; `device_id` is that one's ordinal.
-        green: the driver's green context; None on any other.
-        primary: its device's primary context on a green one, else itself.
+        device: Its `Device`; `device_id` is the device's ordinal.
+        green: The driver's green context, or None.
+        primary: For a green context, the device's primary context; otherwise the context itself.
     """
 
-    #: Until there is a handle to close: `__del__` runs after a failed creation, too.
+    #: True until there is a handle to close, because `__del__` also runs after a failed creation.
     is_closed = True
 
     def __init__(
@@ -105,21 +105,21 @@ class Context(ContextLimits):
         self.green = green
         self.primary: Context = self if primary is None else primary
         self.kind: Kind = kind or ("primary" if green is None else "green")
-        #: The device's.
+        #: Shared with the device.
         self.health = DeviceHealth() if device is None else device.health
-        #: None on a primary, which may be current on any number of threads.
+        #: None for a primary context, which may be current on any number of threads.
         self.ownership = None if green is None else ContextOwnership(driver)
-        #: Those in use, each with a mark of its user.
+        #: The streams in use, each with a mark of its user.
         self.streams: dict[StreamHandle, object] = {}
-        #: Of a context that is kept: every stream, with its priority, the oldest first.
+        #: For a kept context: every stream with its priority, oldest first.
         self._kept_streams = kept_streams
         self.events: set[EventHandle] = set()
-        #: Of a primary: what orders a stream (given by address) behind each ticketed stream of its
-        #: device, by that one's address.
+        #: For a primary context: by the address of each ticketed stream of the device, a function
+        #: that orders another stream (by its address) after it.
         self.order_before: dict[int, Callable[[int], None]] = {}
-        #: The threads inside a block of it, or with it current without one, once for each time.
+        #: The threads on which this context is current or entered, one entry for each time.
         self.inside: list[weakref.ref[_ThreadToken]] = []
-        #: It is left as it is, because it still works or the device is lost: nothing warns of it.
+        #: Whether it is never closed, because it has work or the device is lost. No warning then.
         self.is_abandoned = False
         self._release = release
         self._device = device
@@ -129,19 +129,19 @@ class Context(ContextLimits):
 
     @classmethod
     def create(cls, device: Device, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
-        """Create a context of its own beside the primary one, current nowhere. May block.
+        """Create an own context beside the primary one, current on no thread. May block.
 
-        Pools never use such a context, its streams and events do not mix with those of other
-        contexts, and its memory is another address space.
+        Pools never use such a context. Its streams and events cannot be combined with those of
+        other contexts, and its memory is a separate address space.
 
         Args:
-            device: a `Device`, which must not be closed before the context.
-            flags: how its threads wait, and more. `MAP_HOST` is always on from CUDA 11 on.
+            device: A `Device`, which must not be closed before the context.
+            flags: How its threads wait, and more. `MAP_HOST` is always on from CUDA 11 on.
 
         Raises:
-            InvalidRequest: unknown flags, or two ways to wait.
-            NotSupported: the driver has dropped one of the flags.
-            CUDAError: the driver refused it.
+            InvalidRequest: The flags are unknown, or name two ways to wait.
+            NotSupported: The driver no longer has one of the flags.
+            CUDAError: The driver refused the call.
         """
         check_flags(flags)
         driver, facts = device.driver, device.facts
@@ -158,13 +158,13 @@ class Context(ContextLimits):
 
     @classmethod
     def current(cls, driver: str | Driver | None = None) -> Context | None:
-        """Return the context that is current on the calling thread, None if there is none.
+        """Return the context that is current on the calling thread, or None.
 
-        A context of this library is returned as the object it is. Any other is adopted: closing
-        that object ends only the streams and events made from it. Does not wait.
+        A context of this library is returned as the same object. Any other context is adopted:
+        closing the adopted object ends only streams and events made from it. Does not wait.
 
         Args:
-            driver: as for `Device`; a simulated one is a machine of its own, so give the driver.
+            driver: As for `Device`. A simulated driver is a separate machine, so pass that driver.
         """
         driver = drivers.open(driver)
         try:
@@ -185,7 +185,7 @@ class Context(ContextLimits):
 
     @property
     def device(self) -> Device:
-        """Its `Device`."""
+        """The `Device` of the context."""
         if self._device is None:
             self._device = greensched.Device(self.device_id, driver=self.driver)
         return self._device
@@ -212,10 +212,10 @@ class Context(ContextLimits):
     # -- being current -----------------------------------------------------------------------------
 
     def entered(self, *, wait: bool = False) -> ContextScope:
-        """Return a synchronous block in which it is current on this thread; no await inside.
+        """Return a block, without an `await`, in which this context is current on the thread.
 
         Args:
-            wait: block while a green one is current on another thread, instead of raising
+            wait: While a green context is current on another thread, block instead of raising
                 `CurrentElsewhere`. Not for an event-loop thread.
         """
         return ContextScope(self, wait=wait)
@@ -226,59 +226,59 @@ class Context(ContextLimits):
         return self.driver.current() == self.handle
 
     def set_current(self) -> None:
-        """Make it current on this thread in the place of the present one, until another is.
+        """Replace the thread's current context by this one.
 
-        Unlike a `with` block it is not checked for an `await`: on a loop's thread it is current
-        for every task.
+        Unlike a `with` block, this is not checked for an `await`: on a loop's thread the context
+        stays current for every task.
 
         Raises:
-            CurrentElsewhere: it is green, and current on another thread; names both.
+            CurrentElsewhere: It is green, and current on another thread; names both threads.
         """
         self._check()
         current_context.replace(self)
 
     def push(self) -> None:
-        """Make it current on this thread, on top of the present one, which `pop` restores.
+        """Push it on this thread's stack of contexts; `pop` restores the one before.
 
         Raises:
-            CurrentElsewhere: it is green, and current on another thread; names both.
+            CurrentElsewhere: It is green, and current on another thread; names both threads.
         """
         self._check()
         current_context.push(self)
 
     def pop(self) -> None:
-        """Take it off the top of this thread's stack, so that another thread may push it.
+        """Pop it off this thread's stack, so that another thread may push it.
 
         Raises:
-            InvalidRequest: it is not current here, or is so by a `with` block.
+            InvalidRequest: It is not current on this thread, or a `with` block made it current.
         """
         current_context.pop(self)
 
     def __enter__(self) -> Self:
-        """Make it current on this thread. Reentrant, reusable; a green one on one at a time.
+        """Make it current on this thread. Reentrant; a green context on one thread at a time.
 
         No `await` inside: see `HeldAcrossAwait`.
 
         Raises:
-            CurrentElsewhere: it is green, and current on another thread, such as in a `run`.
+            CurrentElsewhere: It is green, and current on another thread, for example in a `run`.
         """
         self._check()
         UserContextScope(self).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restore the context of before; never hides the body's own error.
+        """Restore the previous context; never hides the body's own error.
 
         Raises:
-            HeldAcrossAwait: it was held across an await, and that is an error here.
-            CUDAError: the context of before could not be restored. Logged, too.
-            WrongThread: it was entered on another thread.
+            HeldAcrossAwait: The block was held across an await, and that is an error here.
+            CUDAError: The previous context could not be restored. Also logged.
+            WrongThread: Another thread entered the block.
         """
         block = UserContextScope.ending(self)
         try:
             if block is None:
                 raise WrongThread(
-                    f"a block of {self!r} ended on thread {here.token.name!r}, and began on "
+                    f"a block of {self!r} ended on thread {here.token.name!r}, but began on "
                     "another: leave a block on the thread that entered it"
                 )
             block.__exit__()
@@ -290,10 +290,10 @@ class Context(ContextLimits):
                 raise
 
     def scoped(self, function: Callable[[], T]) -> T:
-        """Call a function with it current on this thread; return its value.
+        """Call a function with this context current on the thread; return the function's value.
 
         Raises:
-            InvalidRequest: a coroutine function, whose body would run later, without the context.
+            InvalidRequest: A coroutine function; its body would run later, without the context.
         """
         if is_coroutine_function(function):
             raise InvalidRequest(
@@ -303,9 +303,9 @@ class Context(ContextLimits):
             return function()
 
     def synchronize(self) -> None:
-        """Block until all *its* work is done (a primary's green contexts' too).
+        """Block until all work of the context is done; a primary's includes its green contexts'.
 
-        The current context does not matter, and stays. Not for an event-loop thread.
+        The thread's current context is not changed. Not for an event-loop thread.
         """
         self._check()
         self.driver.synchronize_context(self.handle)
@@ -313,21 +313,21 @@ class Context(ContextLimits):
     # -- streams and events ------------------------------------------------------------------------
 
     def create_stream(self, *, priority: int = 0, nonblocking: bool = True) -> Stream:
-        """Create a non-blocking stream on the SMs of a green context, or one of its own. May block.
+        """Create a non-blocking stream of a green or own context. May block.
 
         Args:
-            priority: a hint for kernels; smaller is more urgent, and the driver clamps it.
-            nonblocking: False is refused: a green context has no streams that wait for the legacy
-                stream (cuda.h, cuGreenCtxStreamCreate).
+            priority: A hint for kernels. Smaller is more urgent, and the driver clamps it.
+            nonblocking: False is refused: no stream of a green context waits for the legacy stream
+                (cuda.h, cuGreenCtxStreamCreate).
 
         Raises:
-            InvalidRequest: a blocking stream; a bad priority; or a primary context, whose streams
-                `Device.create_stream` makes, because they run on every SM.
+            InvalidRequest: `nonblocking` is False, or the priority invalid; or the context is
+                primary: use `Device.create_stream`, whose streams run on every SM.
         """
         self._check()
         if self.kind == "primary":
             raise InvalidRequest(
-                f"{self!r} has every SM: Device.create_stream makes streams that run on all of them"
+                f"{self!r} has every SM: streams of Device.create_stream run on all of them"
             )
         if nonblocking is not True:
             raise InvalidRequest(
@@ -336,11 +336,11 @@ class Context(ContextLimits):
         return Stream(self, priority=priority)
 
     def create_event(self, *, timing: bool = False, blocking: bool = True) -> Event:
-        """Create an event for its streams.
+        """Create an event for streams of this context.
 
         Args:
-            timing: allow `Event.elapsed_since`.
-            blocking: `Event.sync` sleeps instead of spinning.
+            timing: Whether `Event.elapsed_since` works.
+            blocking: Whether `Event.sync` sleeps instead of spinning.
         """
         self._check()
         return Event(self, timing=timing, blocking=blocking)
@@ -348,15 +348,15 @@ class Context(ContextLimits):
     # -- closing -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Destroy its events, its streams, then itself. Idempotent. Blocks until its work is done.
+        """Destroy its events and streams, then itself. Idempotent. Blocks until its work is done.
 
-        An adopted context stays: only the streams and events made from it here end. The driver's
-        context and streams of a partition, which its pool closes, stay too: a later partition uses
+        An adopted context itself stays; only streams and events made from the object are destroyed.
+        The driver's context and streams of a pool's partition stay, too: a later partition uses
         them.
 
         Raises:
-            InvalidRequest: it is current on this thread, or a thread is inside a block of it.
-            CUDAError: the first error of the driver; every step was tried.
+            InvalidRequest: It is current on this thread, or a thread is inside a block of it.
+            CUDAError: The first error of the driver. All further steps were tried.
         """
         if self.is_closed:
             return
@@ -375,7 +375,7 @@ class Context(ContextLimits):
     # -- streams -----------------------------------------------------------------------------------
 
     def open_stream(self, priority: int) -> StreamHandle:
-        """Return the handle of a stream for one `Stream`: a kept one, or created. May block."""
+        """Return a stream handle for one `Stream`: a free kept one, or a new one. May block."""
         with self.entered():
             handle = self._claim_kept_stream(priority)
             if handle is None:
@@ -386,30 +386,30 @@ class Context(ContextLimits):
         return handle
 
     def close_stream(self, handle: StreamHandle) -> None:
-        """Destroy a stream of `open_stream`; keep that of a context that is kept. May block."""
+        """Destroy a stream of `open_stream`; a kept context keeps it. May block."""
         self.streams.pop(handle, None)
         if self._kept_streams is None:
             self.driver.destroy_stream(handle)
 
     def _claim_kept_stream(self, priority: int) -> StreamHandle | None:
-        """Return a stream without a user, on which no user has left work, or a capture."""
+        """Return a kept stream that has no user and on which no work or capture is left."""
         driver, claim = self.driver, object()
         for handle, its_priority in tuple((self._kept_streams or {}).items()):
             if its_priority != priority or handle in self.streams or driver.is_capturing(handle):
                 continue
             if driver.query_stream(handle) and self.streams.setdefault(handle, claim) is claim:
-                return handle  # else another thread was first
+                return handle  # otherwise another thread claimed it first
         return None
 
     def refuse_while_used(self) -> None:
-        """Raise InvalidRequest where `close` would; end nothing."""
+        """Raise InvalidRequest if `close` would; change nothing."""
         current_context.forget_replaced(self)
-        # The primary may be current by another library, such as torch, which retains it, too.
+        # Another library that retains the primary, such as torch, may have made it current.
         is_ours = self.kind in ("green", "own") or current_context.is_entered_here(self)
         if self.kind != "adopted" and is_ours and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
-        if current_context.is_unscoped(self):  # below what was pushed or entered since
+        if current_context.is_unscoped(self):  # lower on the stack, to become current again
             threads.append(here.token.name)
         if threads:
             raise InvalidRequest(
@@ -439,7 +439,7 @@ def check_flags(flags: object) -> None:
     """Check the flags of a context.
 
     Raises:
-        InvalidRequest: not `ContextFlags`, unknown bits, or two ways to wait.
+        InvalidRequest: Not `ContextFlags`, unknown bits, or two ways to wait.
     """
     if not isinstance(flags, ContextFlags):
         raise InvalidRequest(

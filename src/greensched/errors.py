@@ -1,7 +1,7 @@
-"""The exception tree. Catch by class and read the attributes; no message needs to be parsed.
+"""All exceptions. Catch them by class and read their attributes; no message needs parsing.
 
-* Refused before anything is queued, the caller's mistake: `InvalidRequest` and its subclasses.
-* Used after its end: `Closed`.
+* The caller's mistake, refused before anything is queued: `InvalidRequest` and its subclasses.
+* Use after the end: `Closed`.
 * Not possible now: `WouldBlock`, `WouldDeadlock`, `QueueFull`, `DeadlineExceeded`,
   `DeadlineImpossible`.
 * Not possible on this machine: `DriverUnavailable`, `NotSupported`, `SocketUnavailable`,
@@ -17,10 +17,10 @@ from pathlib import Path
 
 
 class GreenschedError(Exception):
-    """Base of every error that greensched raises on purpose. It can be pickled."""
+    """Base of every exception that greensched raises on purpose. It can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickle would make the error from its message, which is not what its class takes.
+        # By default pickle passes the message to the class, whose arguments differ.
         return _restored, (type(self), self.args), self.__dict__
 
 
@@ -34,11 +34,11 @@ def _restored(kind: type[GreenschedError], args: tuple[object, ...]) -> Greensch
 
 
 class InvalidRequest(GreenschedError, ValueError):
-    """A value that can never be right; the message says what would be."""
+    """A value that can never be right; the message says which values are."""
 
 
 class InvalidSize(InvalidRequest):
-    """`sms` is not a size: not a positive whole number, a range of them, or a named size."""
+    """`sms` is not a size: not a positive int, a range, or a named size."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -49,13 +49,13 @@ class InvalidSize(InvalidRequest):
 
 
 class TooManySMs(InvalidRequest):
-    """More SMs than any device can ever grant to this request.
+    """More SMs than any device can ever grant to the request.
 
     Attributes:
-        asked: the SMs of the request.
-        most: the most that can ever be granted.
-        nearest: for a request of several parts, the nearest sizes that can be granted together.
-        is_ruled: reserves or caps of service classes limit `most`.
+        asked: The SMs of the request.
+        most: The most that can ever be granted.
+        nearest: The nearest sizes that can be granted together, for a request of several parts.
+        is_ruled: Whether reserves or caps of service classes limit `most`.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class TooManySMs(InvalidRequest):
 
 
 class InvalidSplit(InvalidRequest):
-    """SMs cannot be cut into the requested groups.
+    """SMs cannot be split into the requested groups.
 
     Attributes:
-        asked: SMs of each group; None stands for the largest possible group.
-        sm_count: SMs that were to be cut.
-        why: the reason.
-        nearest: the nearest groups that can be cut instead; empty if there are none.
+        asked: The SMs of each group; None stands for the largest possible group.
+        sm_count: The SMs that were to be split.
+        why: The reason.
+        nearest: The nearest groups that are possible; empty if there are none.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InvalidSplit(InvalidRequest):
 
 
 class InvalidCombination(InvalidRequest):
-    """Resources that cannot be in one context; `why` is the reason."""
+    """Resources that cannot be combined in one context; `why` is the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -111,7 +111,7 @@ class InvalidCombination(InvalidRequest):
 
 
 class InvalidLaunch(InvalidRequest):
-    """A launch geometry beyond a limit of the device or the kernel."""
+    """A launch geometry exceeds a limit of the device or the kernel."""
 
     def __init__(self, what: str, value: object, limit: object) -> None:
         self.what = what
@@ -122,7 +122,7 @@ class InvalidLaunch(InvalidRequest):
 
 
 class InvalidCapture(InvalidRequest):
-    """A function that cannot be captured; `why` says what it did, or did not do."""
+    """A function cannot be captured; `why` is the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -139,11 +139,11 @@ class ArgumentMismatch(GreenschedError, TypeError):
 
 
 class InvalidArray(GreenschedError, TypeError):
-    """An array or dtype that cannot be moved to a device, or does not fit its destination."""
+    """An array or dtype cannot be copied to a device, or does not fit its destination."""
 
 
 class CompileFailed(GreenschedError):
-    """CUDA source did not compile; `log` is the compiler's, with file and line."""
+    """CUDA source did not compile; `log` is the compiler's log, with file and line."""
 
     def __init__(self, name: str, arch: str, log: str) -> None:
         self.name = name
@@ -167,7 +167,7 @@ class NotSimulable(GreenschedError):
 class ReferenceFailed(GreenschedError):
     """A kernel's numpy reference raised an exception, which is the `__cause__`.
 
-    Only the simulated driver runs references. The job fails; the device stays usable.
+    Only the simulated driver runs references. The job fails, but the device stays usable.
     """
 
     def __init__(self, kernel: str, cause: Exception, part: str = "reference") -> None:
@@ -198,20 +198,20 @@ class NotCopyable(GreenschedError, TypeError):
 
 
 class DeviceTaken(InvalidRequest):
-    """Another pool is on the device; both would cut it into overlapping partitions.
+    """Another pool uses the device; two pools would create overlapping partitions.
 
     Attributes:
-        process: the number of the other pool's process; 0: unknown; None: this process.
+        process: The ID of the other pool's process; 0 if unknown; None for this process.
     """
 
     def __init__(self, device: int, process: int | None = None) -> None:
         self.device, self.process = device, process
         if process is None:
-            text = "in this process: share the first pool, or close it before"
+            text = "in this process: share the first pool, or close it first"
         else:
             text = (
                 f"in process {process or '(unknown)'}: run one process for each GPU (a server's "
-                "`--workers 1`), or give each another GPU (CUDA_VISIBLE_DEVICES)"
+                "`--workers 1`), or give each process its own GPU (CUDA_VISIBLE_DEVICES)"
             )
         super().__init__(
             f"device {device} already has a pool {text}; a second one would lease the same SMs"
@@ -225,21 +225,21 @@ class WrongContext(InvalidRequest):
         self.what = what
         self.other = other
         super().__init__(
-            f"{what!r} cannot be used with {other!r}: a context of its own shares no streams and "
-            "events with other contexts"
+            f"{what!r} cannot be used with {other!r}: streams and events work only within one "
+            "context and the contexts that share its primary"
         )
 
 
 class WrongThread(GreenschedError, RuntimeError):
-    """A call from a thread that may not make it; the message says what to do instead."""
+    """A call from a thread that may not make it; the message says what to do."""
 
 
 class CurrentElsewhere(WrongThread):
     """A green context is already current on another thread.
 
     Attributes:
-        holder: the name of the thread on which it is current.
-        asker: the name of the thread that was refused.
+        holder: The name of the thread on which it is current.
+        asker: The name of the refused thread.
     """
 
     def __init__(self, context: object, holder: str, asker: str) -> None:
@@ -255,13 +255,13 @@ class CurrentElsewhere(WrongThread):
 class HeldAcrossAwait(GreenschedError, RuntimeWarning):
     """A block that makes a context current was still open when its task was suspended.
 
-    The current context belongs to the thread, so every other task of the loop then runs with it.
-    A warning, and in debug mode an error.
+    The current context belongs to the thread, so the loop's other tasks then run with it.
+    It is a warning, and in debug mode an error.
 
     Attributes:
-        context: a description of the context.
+        context: A description of the context.
         block: `file:line` of the `with`.
-        task: the names of the task and of its coroutine.
+        task: The names of the task and its coroutine.
         suspended: `file:line` of the await.
     """
 
@@ -302,9 +302,9 @@ class LoopWouldBlock(GreenschedError, RuntimeError):
 
 
 class Closed(GreenschedError, RuntimeError):
-    """An object was used after its end, or before its beginning; `state` says which."""
+    """An object was used after its end or before its beginning; `state` says which."""
 
-    #: What to do where it is closed.
+    #: What to do if it is closed.
     _remedy = ""
 
     def __init__(self, what: str, state: str = "closed") -> None:
@@ -320,13 +320,13 @@ class PartitionClosed(Closed):
 
 
 class PoolClosed(Closed):
-    """The pool is closed, closing or was never opened (`state` says which)."""
+    """The pool is closing, closed or not yet open; `state` says which."""
 
     _remedy = ": open another"
 
 
 class BufferClosed(Closed):
-    """A buffer was used after its close(), or after its pool's."""
+    """A buffer was used after it, or its pool, was closed."""
 
 
 class ForkedPool(Closed):
@@ -344,17 +344,17 @@ class ForkedPool(Closed):
 
 
 class WouldBlock(GreenschedError):
-    """A call that never waits would have had to wait."""
+    """A call that never waits would have to wait."""
 
 
 class WouldDeadlock(GreenschedError, RuntimeError):
-    """The task waits for SMs that it holds itself: the request can never be granted meanwhile.
+    """The task waits for SMs that it holds itself, so the request can never be granted.
 
     Attributes:
-        holds: SMs that the task holds.
-        asked: SMs of the request.
-        most: the most that could be granted while the task holds them.
-        together: the nearest sizes, held and requested, that can be granted in one request.
+        holds: The SMs that the task holds.
+        asked: The SMs of the request.
+        most: The most that could be granted while the task holds them.
+        together: The nearest sizes, held and requested, that one request can get together.
     """
 
     def __init__(
@@ -390,11 +390,11 @@ class DeadlineExceeded(GreenschedError, TimeoutError):
 
 
 class DeadlineImpossible(GreenschedError, TimeoutError):
-    """The request is known to miss its deadline; it was not queued.
+    """The request is known to miss its deadline, so it was not queued.
 
     Attributes:
-        predicted: seconds from now until its work would be done.
-        deadline: seconds from now until its deadline.
+        predicted: Seconds from now until its work would be done.
+        deadline: Seconds from now until its deadline.
     """
 
     def __init__(self, predicted: float, deadline: float) -> None:
@@ -412,10 +412,10 @@ class DeadlineImpossible(GreenschedError, TimeoutError):
 class DriverUnavailable(GreenschedError, RuntimeError):
     """No usable CUDA driver or device; the message says what to install or change.
 
-    A simulation is never used in its place unless it is asked for; the message says how.
+    A simulated driver is used only if requested; the message says how.
 
     Attributes:
-        name: the driver's status, as of `CUDAError`: `"NO_DEVICE"`; "" if there was none.
+        name: The name of the driver's status, as in `CUDAError`, such as `"NO_DEVICE"`; or "".
     """
 
     def __init__(self, problem: str, name: str = "") -> None:
@@ -428,7 +428,7 @@ class DriverUnavailable(GreenschedError, RuntimeError):
 
 
 class NotSupported(GreenschedError, RuntimeError):
-    """The driver or device lacks a feature; the message says what is needed and what is here."""
+    """The driver or device lacks a feature; the message says what is needed and what exists."""
 
     def __init__(self, what: str, needs: str, has: str) -> None:
         self.what = what
@@ -438,11 +438,11 @@ class NotSupported(GreenschedError, RuntimeError):
 
 
 class SocketUnavailable(GreenschedError, OSError):
-    """A pool cannot listen at a Unix socket, or none answers there.
+    """A pool cannot listen at a Unix socket, or no pool answers there.
 
     Attributes:
-        path: of the socket.
-        problem: what is in the way.
+        path: The path of the socket.
+        problem: What is wrong.
     """
 
     def __init__(self, path: str | Path, problem: str) -> None:
@@ -452,7 +452,7 @@ class SocketUnavailable(GreenschedError, OSError):
 
 
 class MissingPackage(GreenschedError, ImportError):
-    """An optional package is not installed; the message says which, and how to install it."""
+    """An optional package is not installed; the message says how to install it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         self.what = what
@@ -462,10 +462,10 @@ class MissingPackage(GreenschedError, ImportError):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, of an installation or of a checkout.
+    """Return the command that installs an extra, for a package or a checkout.
 
-    An installed greensched satisfies its own name, also where no package index has it; one that
-    runs from its sources is named by its folder.
+    An installed package is named `greensched`, which works without an index; a checkout is named
+    by its folder.
     """
     sources = Path(__file__).absolute().parents[1]
     if sources.name == "src" and (sources.parent / "pyproject.toml").is_file():
@@ -474,7 +474,7 @@ def install_command(extra: str) -> str:
 
 
 class VerificationFailed(GreenschedError):
-    """`pool.verify()` found an SM in two partitions, or a partition without its number of SMs."""
+    """`pool.verify()` found an SM in two partitions, or a partition with missing SMs."""
 
 
 # -- a driver call failed -----------------------------------------------------------------------
@@ -484,9 +484,9 @@ class CUDAError(GreenschedError):
     """A driver call returned a status other than success.
 
     Attributes:
-        status: the `CUresult` as an int, also one newer than the installed bindings.
-        name: its name without the `CUDA_ERROR_` prefix.
-        call: the driver call, or a description of it.
+        status: The `CUresult` as an int; may be newer than the installed bindings.
+        name: Its name without the `CUDA_ERROR_` prefix.
+        call: The driver call, or a description of it.
     """
 
     def __init__(self, status: int, name: str, call: str, detail: str = "") -> None:
@@ -500,7 +500,7 @@ class OutOfMemory(CUDAError):
     """Device or pinned memory ran out; the pool stays usable.
 
     Attributes:
-        asked, free, total: bytes; `free` and `total` are None where the driver did not say.
+        asked, free, total: Bytes; `free` and `total` are None if the driver did not report them.
     """
 
     def __init__(
@@ -521,7 +521,7 @@ class DeviceFault(CUDAError):
     """A status after which the process must be replaced (a sticky error).
 
     Attributes:
-        device: the ordinal of the device that failed; None if it is unknown.
+        device: The ordinal of the failed device; None if unknown.
     """
 
     device: int | None = None
@@ -530,7 +530,7 @@ class DeviceFault(CUDAError):
 class DriverMisuse(GreenschedError, RuntimeError):
     """The simulated driver was given a wrong, dead or foreign handle: a bug in the caller.
 
-    A real driver crashes the process or, worse, continues.
+    In this case a real driver crashes the process or, worse, continues.
     """
 
 
@@ -538,9 +538,9 @@ class DeviceLost(GreenschedError, RuntimeError):
     """A device fault ended CUDA for this process: replace the process.
 
     Attributes:
-        cause: the first fault, from whichever call met it; also the `__cause__`. The message of a
+        cause: The first fault that any call met; also the `__cause__`. The message of a
             simulated fault says what happened on the device.
-        device: the ordinal of the device that failed; None if it is unknown.
+        device: The ordinal of the failed device; None if unknown.
     """
 
     def __init__(self, cause: BaseException) -> None:
@@ -552,26 +552,26 @@ class DeviceLost(GreenschedError, RuntimeError):
 
 
 class DeviceHung(GreenschedError, TimeoutError):
-    """Work did not end within `hang_after` of its turn on its stream, and may still run.
+    """Work did not end within `hang_after` of its turn on its stream. It may still run.
 
-    Nothing can stop it. The SMs of its executor are not granted to others until it has ended; the
-    rest of the pool goes on. A job that raised this has its result if its work ends after all.
+    The work cannot be stopped. The SMs of its executor are not granted until it ends; the rest of
+    the pool continues. If it does end, the jobs that raised this error have their results.
 
     Attributes:
-        job: the name of the job that raised this; "": the end of a block, or another use.
-        work: the name of what hangs; "": not known.
-        behind: the names of the jobs that stand behind it on the same executor.
-        device: the ordinal of the device.
-        sms: the SMs of the executor, in so many `cells`, a bit mask.
-        service: the class of the lease; "": none.
-        holder: the name of the task or thread that holds the lease.
-        place: `file:line` of the code that took the lease; "": not known.
-        leased: seconds since the lease was granted, when this was found.
-        hung: seconds since the turn of the work came, when this was found.
-        hang_after: the limit, in seconds.
-        beside: the other executors of the device that have work, and for how long without
-            progress, the longest first. They may wait behind it in one of the device's `queues`
-            hardware queues: the driver does not tell which streams share one.
+        job: The name of the job that raised this; "" if it was not a job.
+        work: The name of the hanging work; "" if unknown.
+        behind: The names of the jobs that wait behind it on the same executor.
+        device: The ordinal of the device.
+        sms: The number of SMs of the executor; `cells` is their bit mask.
+        service: The class of the lease, or "".
+        holder: The name of the task or thread that holds the lease.
+        place: `file:line` of the code that took the lease; "" if unknown.
+        leased: Seconds from the grant of the lease to the discovery of the hang.
+        hung: Seconds from the work's turn to the discovery of the hang.
+        hang_after: The limit, in seconds.
+        beside: The device's other executors that have work, and how long each has made no
+            progress, longest first. They may wait behind it in one of the device's `queues`
+            hardware queues; the driver does not tell which streams share a queue.
     """
 
     def __init__(
@@ -613,19 +613,19 @@ class DeviceHung(GreenschedError, TimeoutError):
         super().__init__(text)
 
     def of(self, job: str) -> DeviceHung:
-        """Return a new one, for another job and its own traceback."""
+        """Return a new error for another job, with its own traceback."""
         other = type(self).__new__(type(self))
         other.args, other.__dict__ = self.args, {**self.__dict__, "job": job}
         return other
 
 
 def _shortened(names: tuple[str, ...]) -> str:
-    """Return at most the first three names."""
+    """Return at most three names, the first ones."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def wrong_thread() -> WrongThread:
-    """Return the error of using a partition on another thread than its loop's."""
+    """Return the error for use of a partition on another thread than its loop's."""
     return WrongThread(
         "a partition can be used only on the thread of the loop that entered it: call it there "
         "with loop.call_soon_threadsafe or anyio.from_thread.run"
@@ -636,7 +636,7 @@ def wrong_thread() -> WrongThread:
 
 
 class PoolLost(GreenschedError, RuntimeError):
-    """A pool of a fleet was lost with a job, which may have run; `why` is the reason."""
+    """A fleet lost the pool that a job was sent to. The job may have run; `why` is the reason."""
 
     def __init__(self, pool: str, why: str) -> None:
         self.pool = pool
@@ -652,7 +652,7 @@ class NoPool(GreenschedError, RuntimeError):
 
 
 class FleetTimeout(DeadlineExceeded):
-    """The deadline of a fleet's job passed before its reply came; it may have run."""
+    """The deadline of a fleet's job passed before its reply came. The job may have run."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(deadline)
@@ -672,4 +672,4 @@ class VersionSkew(GreenschedError, RuntimeError):
 
 
 class JobFailed(GreenschedError, RuntimeError):
-    """A fleet's job raised an error that cannot be sent; the message describes it."""
+    """A fleet's job raised an error that cannot be sent; the message describes that error."""

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds that `aclose` waits for leases to end, by default. A serving process has 30 s between
-#: SIGTERM and SIGKILL by Kubernetes' default; a pool should not take most of it.
+#: Seconds that `aclose` waits for leases to end, by default. Kubernetes' default leaves a process
+#: 30 s between SIGTERM and SIGKILL, and a pool should not take most of them.
 GRACE = 5.0
-#: Requests queued at most, by default: a second of work at 1 ms each.
+#: Default bound of queued requests: a second of work if each takes 1 ms.
 MAX_WAITING = 1024
 
 
@@ -60,41 +60,41 @@ class Pool(Uncopyable):
     Several loops, in several threads, may share a pool.
 
     Args:
-        devices: ordinals, or devices of cuda.core; None: every visible device.
-        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the value of the environment
+        devices: Ordinals, or devices of cuda.core. None means every visible device.
+        driver: A driver, `"cuda"`, or `"simulated:h200"`. None means the value of the environment
             variable `GREENSCHED_DRIVER`, or else CUDA. A simulation is never chosen by default.
-        services: service classes, for `partition(service=...)`.
-        policy: which request is next: `"fifo"`, the first that came; `"fair"`, shares of SM-time by
-            the weights of the classes; `"deadline"`, the earliest deadline; `"sized"`, elastic
-            leases as large as latencies and known durations say; or an object with the methods of
-            `scheduling.policy.Policy`. Larger priority goes first in all of these.
-        placement: which of several devices: `"spread"`, the one with most SMs free; `"pack"`, the
-            one with fewest free where the request fits.
-        max_waiting: requests queued at most; beyond that, `QueueFull`.
+        services: The service classes that `partition(service=...)` may name.
+        policy: Which request is served next. `"fifo"`: the oldest. `"fair"`: shares of SM-time by
+            the weights of the classes. `"deadline"`: the earliest deadline. `"sized"`: elastic
+            leases get sizes by latencies and known durations. Or an object with the methods of
+            `scheduling.policy.Policy`. In all named policies larger priority goes first.
+        placement: Which device serves a request: `"spread"`, the one with most SMs free; `"pack"`,
+            the one with fewest free where the request fits.
+        max_waiting: The most requests queued at once; a further one raises `QueueFull`.
         granularity: `"coscheduled"` splits SMs so that thread-block clusters keep their size (8
-            SMs on compute capability 9.0 and newer); `"fine"` splits as finely as possible (2
-            SMs), which gives up large clusters.
-        workqueues: `"balanced"`: partitions share no work queues of the device, where possible, so
-            that a full queue delays no other partition. Needs CUDA 13.1. None: they share.
-        prepare: kernels that every partition can launch, or `bind`, without waiting: opening the
-            pool compiles and loads them for each partition and sizes local memory for them. It
-            then also allocates whatever else a lease may need: the chunks in which large copies
+            SMs on compute capability 9.0 and newer). `"fine"` splits as finely as possible (2
+            SMs), but large clusters do not fit.
+        workqueues: `"balanced"`: partitions share no hardware work queues, where possible, so that
+            a full queue delays no other partition; needs CUDA 13.1. None: they share them.
+        prepare: Kernels that every partition can launch or `bind` without waiting. Opening the pool
+            compiles and loads them for each partition and sizes local memory for them. It then
+            also allocates whatever else a lease may need: the chunks in which large copies
             are staged (8 MiB of pinned memory for each lease that can exist at once).
-        reserve_bytes: device memory that the buffers of each device never have to wait for.
-        socket: where `greensched top` reads the pool: a Unix socket for this user alone, from the
-            opening to the closing, on a thread of its own. True: in the user's folder for such
-            files, where it is found; or a path of at most 107 bytes. False: nowhere. Linux only.
-        hang_after: seconds after which a kernel, copy or graph *hangs*, counted from its turn on
-            its stream: whatever waits for it, or for what stands behind it on the same executor,
-            raises `DeviceHung`, and its SMs are not granted until it ends. Far longer than any of
-            them should take; a callable of `run` is not judged while it runs, and bound launches
-            by the ticket behind them. None: never, unless a class says so (`ServiceClass`).
-        exit_policy: what happens to the process when work hangs, or a device is lost, behind the
-            line in the log: `"report"`, nothing more; `"terminate"`, it gets SIGTERM; `"exit"`,
-            it exits at once with status 74.
+        reserve_bytes: Device memory, per device, that buffers get without waiting.
+        socket: Where `greensched top` reads the pool. True: a Unix socket in the user's folder for
+            such sockets, where `top` finds it. A path of at most 107 bytes: a socket there. False:
+            no socket. Only this user can connect, while the pool is open. Linux only.
+        hang_after: Seconds after which a kernel, copy or graph *hangs*, counted from its turn on
+            its stream. Tasks that wait for it, or for later work on the same executor, then get
+            `DeviceHung`, and its SMs are not granted until it ends. Set it far longer than any of
+            them should take. A callable of `run` is not judged while it runs; bound launches are
+            judged by the next ticket. None: no limit, unless a class sets one (`ServiceClass`).
+        exit_policy: What happens to the process when work hangs or a device is lost, after the
+            log entry: `"report"`, nothing more; `"terminate"`, it gets SIGTERM; `"exit"`, it exits
+            at once with status 74.
 
-    After `prepare`, and within `reserve_bytes`, no lease of a partition made at `open` makes the
-    driver allocate anything, except by `empty_pinned`, copies between devices, and callables given
+    After `prepare`, and within `reserve_bytes`, leases of partitions made at `open` allocate
+    nothing from the driver, except by `empty_pinned`, copies between devices, and callables given
     to `run`.
     """
 
@@ -151,37 +151,37 @@ class Pool(Uncopyable):
     async def open(self) -> None:
         """Open the devices, split them, and make the partitions. Idempotent.
 
-        A cancellation only stops the waiting: the opening goes on, on a thread, and the next
-        `open` waits for the same one.
+        A cancellation stops only the waiting: a thread continues to open the pool, and the next
+        call of `open` waits for that thread.
 
         Raises:
-            DriverUnavailable: no usable driver or device; says what to install or change.
+            DriverUnavailable: There is no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
-            InvalidRequest: no such device, or the reserves of the classes do not fit on them.
+            InvalidRequest: A device does not exist, or the classes' reserves do not fit.
             PoolClosed, DeviceLost, ForkedPool: the pool has ended.
-            NotSupported: `workqueues` on a driver below CUDA 13.1.
+            NotSupported: `workqueues` needs CUDA 13.1.
             CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.
-            OutOfMemory: there is less than `reserve_bytes`.
-            CUDAError: the driver refused something; nothing is left open.
-            SocketUnavailable: `socket` cannot be listened at; nothing is left open.
-            RuntimeError: no thread can be started; nothing is left open.
+            OutOfMemory: A device has less free memory than `reserve_bytes`.
+            CUDAError: The driver refused a call; nothing is left open.
+            SocketUnavailable: The pool cannot listen at `socket`; nothing is left open.
+            RuntimeError: No thread can be started; nothing is left open.
         """
         await self._lifecycle.open()
 
     async def aclose(self, grace: float = GRACE) -> CloseReport:
-        """Close the pool: grant nothing more, let leases end, then end everything.
+        """Close the pool: grant nothing more, let leases end, then release everything.
 
-        Queued requests get `PoolClosed`; leases may end within the grace. What is still leased or
-        has work after it is left as it is, and reported, and tasks that wait for it get
-        `PoolClosed`. Idempotent; any number of tasks may wait for it. A cancellation ends the grace
-        at once, and the closing goes on, on a thread.
+        Queued requests get `PoolClosed`; leases may end within the grace. Leases that are still
+        open or have work after the grace are left as they are and reported, and tasks that wait for
+        them get `PoolClosed`. Idempotent; any number of tasks may wait for it. A cancellation ends
+        the grace at once, and a thread continues to close the pool.
 
         Args:
-            grace: seconds to wait for leases to end and work to drain. Of several callers, the
-                first whose grace is over ends it for all.
+            grace: Seconds to wait for leases to end and work to drain. With several callers, the
+                first grace to pass ends the wait for all.
 
         Raises:
-            InvalidRequest: not a number of seconds; nothing is closed.
+            InvalidRequest: `grace` is not a number of seconds; nothing is closed.
         """
         seconds = as_float(grace)
         if not seconds >= 0:
@@ -189,7 +189,7 @@ class Pool(Uncopyable):
         return await self._lifecycle.close(seconds)
 
     async def __aenter__(self) -> Self:
-        """Open the pool, see `open`. A cancellation meanwhile also closes it again."""
+        """Open the pool; see `open`. A cancellation meanwhile also closes it again."""
         try:
             await self.open()
         except GeneratorExit:
@@ -203,12 +203,12 @@ class Pool(Uncopyable):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Close the pool, within the default grace, also where the block was cancelled.
+        """Close the pool, within the default grace, even if the block was cancelled.
 
-        If the collector ends the block (GeneratorExit), it can neither wait nor take a lock, which
-        the interrupted thread may hold: a thread closes the pool, without any grace.
+        If garbage collection ends the block (GeneratorExit), it can neither wait nor take a lock
+        that the interrupted thread may hold. A thread then closes the pool, without any grace.
         """
-        if self.state is PoolState.FORKED:  # a child has no loop, nor would anyio find one
+        if self.state is PoolState.FORKED:  # a forked child has no loop, and anyio finds none
             return
         if kind is GeneratorExit:
             self._lifecycle.abort()
@@ -225,8 +225,8 @@ class Pool(Uncopyable):
         """Exist, so that Python calls `__enter__`."""
 
     def __del__(self, is_open: PoolState = PoolState.OPEN, warn: Any = warnings.warn) -> None:
-        # Bound as defaults, because at the interpreter's end the module may have lost them. The
-        # constructor may have raised before there was a lifecycle.
+        # The names are bound as defaults because at the interpreter's exit the module may have lost
+        # them. The attribute is missing if the constructor raised.
         if hasattr(self, "_lifecycle") and self.state is is_open:
             try:
                 warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
@@ -236,25 +236,27 @@ class Pool(Uncopyable):
     # -- asking for SMs --------------------------------------------------------------------------
 
     def partition(self, sms: Size, **options: Unpack[LeaseOptions]) -> Partition:
-        """Ask for a lease of SMs, to be used with `async with`, which waits for them.
+        """Ask for a lease of SMs. Use the result with `async with`, which waits for them.
 
         Args:
-            sms: how many: `16`; `(8, 64)`: as many up to 64 as are free once 8 are; `(8, ALL)`: as
-                many as are free; `ALL` SMs of a device (`REST` means the same here; in
-                `partitions` it means those that the other parts leave). Rounded up to what the
-                device is split into; `Partition.sm_count` says what was granted.
-            device: the ordinal of the only device allowed; None: any of the pool.
-            service: the name of a class given to the pool; None: none.
-            deadline: seconds from the request: if not granted by then, `DeadlineExceeded`. Once
-                granted it means nothing. With `duration` the work should be done by then, too: if
-                that is known to be impossible, `DeadlineImpossible` at once, or what the class
-                says (`on_late`). None: its `latency`, for that rule alone.
-            duration: seconds that the lease is expected to last, or a curve of them by size. A
-                request that says it can use gaps that are closed to others.
-            near: prefer this buffer's device where the request fits there.
+            sms: How many: `16`; `(8, 64)`, as many up to 64 as are free once 8 are; `(8, ALL)`, as
+                many as are free once 8 are; `ALL`, every SM of a device (`REST` means the same
+                here; in `partitions` it means those that the other parts leave). The number is
+                rounded up to what the device is split into; `Partition.sm_count` says what was
+                granted.
+            device: The ordinal of the only device allowed. None allows any device of the pool.
+            service: The name of a class given to the pool, or None.
+            deadline: Seconds from the request. A request not granted by then gets
+                `DeadlineExceeded`. A granted lease is not ended. With `duration` the work should be
+                done by then, too: if it cannot be, `DeadlineImpossible` is raised at once, or the
+                class's `on_late` applies. None: the class's `latency`, for this second
+                rule only.
+            duration: Seconds that the lease is expected to last, or a curve of them by size. With
+                it, the request can fill gaps that are closed to requests of unknown duration.
+            near: Prefer this buffer's device if the request fits there.
 
         Raises:
-            InvalidSize, InvalidRequest: what can never be right.
+            InvalidSize, InvalidRequest: A value can never be right.
         """
         return Partition(self._lifecycle, self._parser.parse(sms, options))
 
@@ -263,18 +265,18 @@ class Pool(Uncopyable):
     ) -> AbstractAsyncContextManager[tuple[Partition, ...]]:
         """Ask for several leases on one device, granted together, in the order of the arguments.
 
-        They are one request: none is held while another is waited for. They are entered together
-        and end together: `async with` on one of them is refused. `REST` stands for every SM of the
-        device that is not in the same request. Options and errors as `partition`.
+        They are one request: no lease is held while another is waited for. They are entered and
+        ended together; `async with` on a single one is refused. `REST` stands for every SM of the
+        device that no other part takes. Options and errors are those of `partition`.
         """
         return PartitionGroup(self._lifecycle, self._parser.parse_many(sizes, **options))
 
     def partition_nowait(self, sms: Size, **options: Unpack[LeaseOptions]) -> Partition:
-        """Grant a lease at once, still to be used with `async with`; never wait.
+        """Grant a lease at once or raise; never wait. Use the result with `async with`.
 
         Raises:
-            WouldBlock: no SMs are free, or no green context over them is made yet.
-            Others: as `partition`, and as its `async with`.
+            WouldBlock: No SMs are free, or no green context over them exists yet.
+            Others: Those of `partition`, and of its `async with`.
         """
         request = self._parser.parse(sms, options)
         lease = self._lifecycle.cache.take(request) or self._manager.acquire_nowait(request)
@@ -288,10 +290,10 @@ class Pool(Uncopyable):
         sms: Size,
         **options: Unpack[LeaseOptions],
     ) -> None:
-        """Lease SMs, launch a kernel there, wait for it, and give the SMs back.
+        """Lease SMs, launch a kernel there, wait for it, and release the SMs.
 
-        A cancellation leaves the kernel running, and its SMs held until it ends. Options and
-        errors as `partition`.
+        After a cancellation the kernel runs on and holds its SMs until it ends. Options and errors
+        are those of `partition`.
         """
         async with self.partition(sms, **options) as p:
             await p.launch(config, kernel, *args)
@@ -299,22 +301,22 @@ class Pool(Uncopyable):
     async def run(
         self, fn: Callable[..., T], /, *args: object, sms: Size, **options: Unpack[LeaseOptions]
     ) -> T:
-        """Lease SMs, call a blocking function there, wait for it, and give the SMs back.
+        """Lease SMs, call a blocking function there, wait for it, and release the SMs.
 
-        A cancellation leaves the call running, and its SMs held until it ends. Options and errors
-        as `partition`.
+        After a cancellation the call runs on and holds its SMs until it ends. Options and errors
+        are those of `partition`.
         """
         async with self.partition(sms, **options) as p:
             return await p.run(fn, *args)
 
     def executors(self, service: str) -> tuple[ExecutorInfo, ...]:
-        """Return the executors that leases of a class with sizes meet. Never waits.
+        """Return the executors that leases of a class with `sizes` use. Never waits.
 
-        Leases have others only while those of their size are leased otherwise.
+        A lease uses another executor only while all executors of its size are in use.
 
         Raises:
-            InvalidRequest: there is no such class, or it names no sizes.
-            PoolClosed, DeviceLost, ForkedPool: the pool does not work.
+            InvalidRequest: There is no such class, or it has no `sizes`.
+            PoolClosed, DeviceLost, ForkedPool: The pool does not work.
         """
         return executors(self._lifecycle, service)
 
@@ -325,23 +327,23 @@ class Pool(Uncopyable):
         *,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Make `Partition.local(factory)` of every executor of a class, before traffic.
+        """Call `Partition.local(factory)` on every executor of a class, before traffic.
 
-        On one executor after another, each leased meanwhile. What exists already is kept.
-        `statistics().values_made` counts what was made later, in leases. A cancellation leaves what
-        was made so far, and waits for nothing.
+        Executors are leased one after another. Existing values are kept. `statistics().values_made`
+        counts the values that leases make later. A cancellation keeps the values made so far, and
+        waits for nothing.
 
         Args:
             service: the name of the class.
-            factory: called as by `Partition.local`; give the same function there.
-            progress: called on this loop's thread after each, with how many are done, and how many
-                there are.
+            factory: Called as by `Partition.local`; give the same function there.
+            progress: Called on this loop's thread after each executor with two numbers: executors
+                done, and executors in all.
 
         Raises:
-            InvalidRequest: there is no such class, it names no sizes, or `factory` is no function.
+            InvalidRequest: There is no such class, it has no `sizes`, or `factory` is no function.
             WouldBlock: SMs of such an executor are leased, or requests wait.
-            PoolClosed, DeviceLost, ForkedPool: the pool does not work.
-            BaseException: what `factory` raised.
+            PoolClosed, DeviceLost, ForkedPool: The pool does not work.
+            BaseException: `factory` raised it.
         """
         await prepare_local(self._lifecycle, service, factory, progress)
 
@@ -356,19 +358,19 @@ class Pool(Uncopyable):
     ) -> LatencyCurve:
         """Measure how long a piece of work takes on partitions of each size.
 
-        Each size is leased 21 times, waiting its turn; the first is not counted. A cancellation
-        leaves nothing behind but what already runs.
+        Each size is leased 21 times, each time in its turn; the first run is not counted. After a
+        cancellation only work that already runs continues.
 
         Args:
-            fn: a blocking function, called as by `Partition.run`; or a coroutine function, called
+            fn: A blocking function, called as by `Partition.run`; or a coroutine function, called
                 with the partition first: `async def step(p, ...)`. It should wait for its work.
-            args: its arguments, the same each time.
-            sms: the sizes; None: every size there is, at most 17 of them.
-            device: the ordinal of the device; None: the pool's first.
-            service: the name of a class given to the pool.
+            args: The arguments of `fn`, the same each time.
+            sms: The sizes. None: all possible sizes, at most 17 of them.
+            device: The ordinal of the device. None: the pool's first.
+            service: The name of a class given to the pool.
 
         Raises:
-            InvalidRequest, TooManySMs: what can never be; and whatever `fn` raises.
+            InvalidRequest, TooManySMs: The request can never be granted. `fn`'s errors, too.
         """
         first = self._manager.device_pools[0]
         ordinal = first.device.ordinal if device is None else device
@@ -376,7 +378,7 @@ class Pool(Uncopyable):
         clock = first.device.driver.time
         return await measure(self, clock, sizes, fn, args, device=ordinal, service=service)
 
-    # -- changing it -----------------------------------------------------------------------------
+    # -- changes ---------------------------------------------------------------------------------
 
     def reconfigure(
         self,
@@ -384,16 +386,16 @@ class Pool(Uncopyable):
         services: Sequence[ServiceClass] | None = None,
         policy: str | Policy | None = None,
     ) -> None:
-        """Change the classes, or the policy, while the pool runs; None: as they are. Never waits.
+        """Change the classes or the policy while the pool runs. None keeps them. Never waits.
 
         Leases end under the rules they began under. Queued requests stay queued, in the new order;
-        a request that can never be granted any more raises `TooManySMs` where it waits. Requests of
-        a class that is gone are served without its reserve and cap. Until leases from before have
-        left a new reserve, SMs of it that become free are kept for its class.
+        a request that can no longer ever be granted gets `TooManySMs`. Requests of a removed class
+        are served without its reserve and cap. While older leases occupy a new reserve, its SMs are
+        kept for its class as they become free.
 
         Raises:
-            InvalidRequest: not a class or policy, or reserves that do not fit; nothing has
-                changed.
+            InvalidRequest: A class or the policy is invalid, or the reserves do not fit; nothing
+                has changed.
             PoolClosed, DeviceLost, ForkedPool: the pool is not open.
         """
         classes = None if services is None else validate_services(services)
@@ -404,11 +406,11 @@ class Pool(Uncopyable):
     def observe(self, service: str, latency: float, count: int = 1) -> None:
         """Report that `count` requests of a class had this latency, in seconds. Never waits.
 
-        The latencies decide whether devices are split for classes that are `shared`. For a class of
-        which none is reported, the time from a lease's request to its end counts.
+        The latencies decide whether devices are split for `shared` classes. For a class without
+        reported latencies, the time from a lease's request to its end is used.
 
         Raises:
-            InvalidRequest: no such class, or not a latency.
+            InvalidRequest: There is no such class, or `latency` or `count` is invalid.
             PoolClosed, DeviceLost, ForkedPool: the pool is not open.
         """
         self._parser.check_observed(service, latency, count)
@@ -418,7 +420,7 @@ class Pool(Uncopyable):
 
     @property
     def sync(self) -> SyncPool:
-        """The same pool for threads that run no loop; see `SyncPool`. One object."""
+        """The pool for threads that run no loop, always the same object; see `SyncPool`."""
         from greensched.leasing.sync import SyncPool
 
         new_loop = getattr(self._lifecycle.options.driver, "new_event_loop", None)
@@ -426,42 +428,42 @@ class Pool(Uncopyable):
 
     @property
     def state(self) -> PoolState:
-        """The state of the pool now."""
+        """The current state of the pool."""
         return self._lifecycle.state
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool grants: what a readiness probe should answer."""
+        """Whether the pool grants requests: the answer for a readiness probe."""
         return self.state is PoolState.OPEN
 
     @property
     def fault(self) -> BaseException | None:
-        """The first device fault, if there was one."""
+        """The first device fault, or None."""
         return self._lifecycle.failure
 
     @property
     def opening_error(self) -> BaseException | None:
-        """Why `open` failed, until it succeeds; None: it has not failed."""
+        """Why the last `open` failed, or None. A successful `open` clears it."""
         return self._lifecycle.opening_error
 
     @property
     def hung(self) -> tuple[DeviceHung, ...]:
-        """What hangs now, for longer than `hang_after`: an error for each executor. Never waits."""
+        """An error for each executor on which work hangs now (see `hang_after`). Never waits."""
         pools = self._lifecycle.device_pools
         executors = [one for each in pools for one in tuple(each.executors.values())]
         return tuple(one.hang for one in executors if one.hang is not None)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices, in the order they were given; none before the pool is open."""
+        """The devices, in the order they were given; empty before the pool is open."""
         return tuple(each.device for each in self._lifecycle.device_pools)
 
     def statistics(self) -> PoolStatistics:
-        """Return what the pool has and did, at one moment."""
+        """Return figures of what the pool holds and has done, all from one moment."""
         return self._manager.statistics()
 
     def leases(self) -> list[LeaseInfo]:
-        """Return the leases that hold SMs now, the oldest first. Never waits.
+        """Return the leases that hold SMs now, oldest first. Never waits.
 
         Raises:
             PoolClosed: the pool is not open.
@@ -469,80 +471,81 @@ class Pool(Uncopyable):
         return self._manager.held()
 
     def snapshot(self) -> Snapshot:
-        """Return what each SM does, what waits and why, at one moment. From any thread.
+        """Return what each SM does and why requests wait, at one moment. From any thread.
 
-        It waits for the pool's lock alone. A pool that is not open has its state, and no devices.
-        Waits and uses are those since `time_leases` was called.
+        It waits only for the pool's lock. The snapshot of a pool that is not open has no devices.
+        Waits and uses are timed from the call of `time_leases` on.
         """
         return take_snapshot(self._lifecycle)
 
     # -- watching --------------------------------------------------------------------------------
 
     def watch(self, callback: Callable[[Record], object]) -> Callable[[], None]:
-        """Call a function with a record of everything that happens, from now on.
+        """Call a function with a record of each event from now on.
 
-        First with what is held: a `Granted` of each lease. Records come in one order, one at a
-        time, each on the thread on which it happened or another of the pool's, under no lock. The
-        function must not block, and what it raises is logged, once. While there are watchers, no
-        lease is kept for the next request of its size, and each bound launch has a ticket: both
-        cost more. May be called before the pool is open. Never waits.
+        The first records are a `Granted` for each lease that exists. Records come in order, one at
+        a time, on the thread of the event or another thread of the pool, without a lock held. The
+        function must not block; the first exception that it raises is logged. While there are
+        watchers, leases are not cached for the next request of their size, and each bound launch
+        has a ticket: both are slower. May be called before the pool is open. Never waits.
 
         Returns:
-            A function that ends it.
+            A function that ends the watching.
         """
         self._lifecycle.watch(callback)
         return partial(self._lifecycle.unwatch, callback)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Write what happens while a block is open into a file, for Perfetto.
+        """Write a Perfetto file of what happens while a block is open.
 
             async with pool, pool.trace("t.perfetto-trace"):
                 ...
 
         The file has tracks for the queue, each device, each set of SMs and its jobs, with flows
         from a request to its lease, its jobs and their ends, and counters. Times are the host's.
-        It is written while the pool runs, by a thread, and is complete however the block ends;
-        leases and requests that have not ended by then end there in the trace. A file of that name
-        is replaced. While the block is open the pool is watched; see `watch` for what that costs.
-        Entering and leaving the block waits for the disk; a cancellation does not leave it
-        earlier.
+        A thread writes it while the pool runs, and the file is complete however the block ends:
+        leases and requests that are still open end there in the trace. A file of that name is
+        replaced. While the block is open the pool is watched; see `watch` for the cost.
+        Entering and leaving the block wait for the disk, and a cancellation does not shorten the
+        waits.
 
         Raises:
             MissingPackage: perfetto is not installed; says what to install.
-            InvalidRequest: on entry, the file cannot be written; on leaving, it could not.
-            PoolClosed, DeviceLost, ForkedPool: on entry, the pool is not open.
+            InvalidRequest: On entry or on leaving, the file could not be written.
+            PoolClosed, DeviceLost, ForkedPool: On entry, the pool is not open.
         """
         from greensched.observability.trace import Trace
 
         return Trace(self._lifecycle, path)
 
     def time_leases(self) -> None:
-        """Count from now on how long requests wait, and leases last and drain. Idempotent.
+        """Record from now on how long requests wait, and leases last and drain. Idempotent.
 
-        `statistics().services` then has the histograms `wait`, `use` and `drain` of each class, ""
-        for requests without one; `statistics().wake` tells of a slow loop. Never waits.
+        `statistics().services` then has the histograms `wait`, `use` and `drain` of each class (the
+        class `""` is for requests without one); `statistics().wake` shows a slow loop. Never waits.
         """
         self._lifecycle.time_leases()
 
     def preview(self, *sizes: Size) -> tuple[SplitPreview, ...]:
-        """Return what `partitions(*sizes)` would get on each device if it were free. Never waits.
+        """Return what `partitions(*sizes)` would get on each device if it were idle. Never waits.
 
-        Nothing is leased or queued. What is impossible says why, and what comes nearest.
+        Nothing is leased or queued. For impossible sizes it says why, and the nearest possible
+        ones.
 
         Raises:
-            InvalidSize, InvalidRequest: what can never be right, on no device.
-            PoolClosed: the pool is not open; only an open one has split its devices.
+            InvalidSize, InvalidRequest: The sizes are invalid on any device.
+            PoolClosed: The pool is not open; only an open pool has split its devices.
         """
         return tuple(preview(each.device, each.cells, sizes) for each in self._manager.device_pools)
 
     async def verify(self) -> Verification:
         """Prove on each device that partitions share no SM.
 
-        Waits until it has every SM of each device in turn, so nothing else runs meanwhile.
+        Waits until it has every SM of each device in turn, so no other lease runs meanwhile.
 
         Raises:
-            VerificationFailed: two partitions shared an SM, or one was not seen on as many as it
-                has.
+            VerificationFailed: Two partitions shared an SM, or a kernel did not run on all SMs of
+                its partition.
         """
         cells = {each.device.ordinal: each.cells for each in self._manager.device_pools}
         return await verify(self.partitions, cells)

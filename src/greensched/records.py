@@ -1,8 +1,8 @@
-"""Records: what happens in a pool, as one stream of small frozen objects; see `Pool.watch`.
+"""Records: one stream of small frozen objects that tell what happens in a pool; see `Pool.watch`.
 
-Times are in seconds of the driver's clock: monotonic, or virtual. Requests and leases are numbered.
-A request that is refused holds no number: the next request has the same one. A lease that gives way
-at a checkpoint, or is idle, ends here; it goes on as another request, and another lease.
+Times are seconds of the driver's clock, monotonic or virtual. Requests and leases are numbered.
+A refused request keeps no number: the next request reuses it. A lease that gives way
+at a checkpoint, or is idle, ends here; its next grant has a new request and a new lease.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger("greensched")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Something that happened in a pool, at a time in seconds."""
+    """An event in a pool, at a time in seconds."""
 
     time: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that `json.dumps` takes, and the name of the record."""
+        """Return the record's name and its fields, as values for `json.dumps`."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
         return {"record": type(self).__name__, **values}
 
 
 @dataclass(frozen=True, slots=True)
 class Requested(Record):
-    """A request was made; `sizes` as the caller wrote them, `context` of the caller."""
+    """A request was made. `sizes` are as the caller gave them, `context` is the caller's."""
 
     request: int
     service: str
@@ -44,7 +44,7 @@ class Requested(Record):
 
 @dataclass(frozen=True, slots=True)
 class Queued(Record):
-    """A request does not fit now: it is one of `waiting`."""
+    """A request does not fit now and joined the queue, which has `waiting` requests."""
 
     request: int
     service: str
@@ -56,9 +56,9 @@ class Granted(Record):
     """A request was granted a lease, after `wait` seconds; one record for each of its parts.
 
     Attributes:
-        device: the ordinal.
-        cells: the cells, as a bit mask.
-        sms: the SMs.
+        device: The device's ordinal.
+        cells: The granted cells, as a bit mask.
+        sms: The number of granted SMs.
     """
 
     request: int
@@ -73,7 +73,7 @@ class Granted(Record):
 
 @dataclass(frozen=True, slots=True)
 class Resized(Record):
-    """A lease has other cells since a checkpoint."""
+    """A checkpoint changed the cells of a lease."""
 
     lease: int
     service: str
@@ -84,7 +84,7 @@ class Resized(Record):
 
 @dataclass(frozen=True, slots=True)
 class Lent(Record):
-    """A lease has borrowed SMs of the reserve of another class, the `owner`."""
+    """A lease borrowed SMs from the reserve of another class, the `owner`."""
 
     lease: int
     service: str
@@ -95,7 +95,7 @@ class Lent(Record):
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed(Record):
-    """A lease has given SMs back that it had borrowed from the `owner`."""
+    """A lease returned SMs that it had borrowed from the `owner`."""
 
     lease: int
     service: str
@@ -117,12 +117,12 @@ class Submitted(Record):
 
 @dataclass(frozen=True, slots=True)
 class Done(Record):
-    """The device has done a job, as the event loop saw it.
+    """The device has done a job, as seen by the event loop.
 
     Attributes:
-        started: when the job could begin, at the latest: it was submitted, and the work before it
-            on its stream was done.
-        error: the name of the error that the job failed with; "": none.
+        started: The latest time at which the job can have begun: it was submitted, and earlier
+            work on its stream was done.
+        error: The name of the error that the job failed with, or "".
     """
 
     lease: int
@@ -135,7 +135,7 @@ class Done(Record):
 
 @dataclass(frozen=True, slots=True)
 class Released(Record):
-    """The block of a lease was left; its SMs stay until the work is done."""
+    """The block of a lease was left. Its SMs are not free until its work is done."""
 
     lease: int
     service: str
@@ -143,7 +143,7 @@ class Released(Record):
 
 @dataclass(frozen=True, slots=True)
 class Drained(Record):
-    """The SMs of a lease are free: all its work is done. `sm_seconds` is what it took."""
+    """All work of a lease is done and its SMs are free. `sm_seconds` is what the lease used."""
 
     lease: int
     service: str
@@ -152,7 +152,7 @@ class Drained(Record):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Record):
-    """A request was refused, with an error of this name."""
+    """A request was refused; `error` is the error's name."""
 
     request: int
     service: str
@@ -161,7 +161,7 @@ class Refused(Record):
 
 @dataclass(frozen=True, slots=True)
 class Expired(Record):
-    """A request was queued longer than its deadline."""
+    """A request was still queued at its deadline."""
 
     request: int
     service: str
@@ -169,7 +169,7 @@ class Expired(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled(Record):
-    """A request was cancelled, in the queue or before its task went on; or its pool ended."""
+    """A request was cancelled before its task resumed, or its pool ended."""
 
     request: int
     service: str
@@ -177,7 +177,7 @@ class Cancelled(Record):
 
 @dataclass(frozen=True, slots=True)
 class Lost(Record):
-    """A device has failed, and with it the pool."""
+    """A device failed, which ends the pool."""
 
     device: int | None
     error: str
@@ -187,35 +187,35 @@ Watcher = Callable[[Record], object]
 
 
 class Recorder:
-    """The records of one pool, on their way to its watchers.
+    """Delivers the records of one pool to its watchers.
 
-    `add` may be called under the pool's lock; `flush`, which calls the watchers, may not. One
-    thread at a time delivers, so that watchers see one order.
+    `add` may be called under the pool's lock, but `flush`, which calls the watchers, must not. Only
+    one thread at a time delivers, so that all watchers see the same order.
     """
 
     def __init__(self) -> None:
-        #: Whether there are watchers: what every place that could add a record tests.
+        #: Whether there are watchers. Code that could add a record tests this first.
         self.watched = False
-        #: Whether a watchdog is to name jobs; and whether jobs are noted, for it or for watchers.
+        #: Whether a watchdog needs jobs' names, and whether jobs are noted, for it or for watchers.
         self._names_jobs = self.notes_jobs = False
         self._watchers: tuple[Watcher, ...] = ()
         self._pending = deque[tuple[tuple[Watcher, ...], Record]]()
         self._delivering = threading.Lock()
         self._failed: set[Watcher] = set()
-        #: Makes the numbers of jobs and leases.
+        #: Returns the next number for a job or a lease.
         self.next_number = itertools.count(1).__next__
 
     def add(self, record: Record) -> None:
-        """Note a record for the present watchers; `flush` follows."""
+        """Note a record for the present watchers. The caller then calls `flush`."""
         self._pending.append((self._watchers, record))
 
     def emit(self, record: Record) -> None:
-        """Note a record and deliver it. Not under a lock."""
+        """Note a record and deliver it. Not for use under a lock."""
         self.add(record)
         self.flush()
 
     def flush(self) -> None:
-        """Deliver what was noted, unless another call does so right now. Not under a lock."""
+        """Deliver noted records, unless another call is doing so. Not for use under a lock."""
         while self._pending and self._delivering.acquire(blocking=False):
             try:
                 while self._pending:
@@ -229,18 +229,18 @@ class Recorder:
         try:
             watcher(record)
         except Exception:
-            if watcher not in self._failed:  # else a line for each record
+            if watcher not in self._failed:  # otherwise every record would log a line
                 self._failed.add(watcher)
                 logger.exception("%r failed on %r; this is logged once", watcher, record)
 
     def start(self, watcher: Watcher, held: Iterable[Record]) -> None:
-        """Add a watcher, and note for it alone what it has missed; `flush` follows."""
+        """Add a watcher, and note for it alone the leases that exist. Then call `flush`."""
         self._pending.extend(((watcher,), record) for record in held)
         self._watchers += (watcher,)
         self.watched = self.notes_jobs = True
 
     def stop(self, watcher: Watcher) -> bool:
-        """Remove a watcher; return whether none is left."""
+        """Remove a watcher; return whether it was the last."""
         left = list(self._watchers)
         if watcher in left:
             left.remove(watcher)
@@ -251,7 +251,7 @@ class Recorder:
         return not left
 
     def set_names_jobs(self, names_jobs: bool) -> None:
-        """Have jobs be noted also without a watcher, or not."""
+        """Set whether jobs are noted even without a watcher."""
         self._names_jobs = names_jobs
         self.notes_jobs = self.watched or names_jobs
 
@@ -261,7 +261,7 @@ class Recorder:
 
 
 def holder_name(holder: object) -> str:
-    """Return the name of a task or thread; "" of none."""
+    """Return the name of a task or thread, or "" for None."""
     if holder is None:
         return ""
     get_name = getattr(holder, "get_name", None)  # of asyncio's tasks

@@ -27,20 +27,20 @@ class NamedSize(enum.Enum):
 
 #: Every SM of one device, including the remainder of its split.
 ALL: Final = NamedSize.ALL
-#: Every SM of the same device that is not in the same request.
+#: Every SM of the same device that no other part of the request takes.
 REST: Final = NamedSize.REST
 
-#: `16`; `(8, 64)` (least, most), `(8, ALL)`; `ALL`; `REST`.
+#: `16`; `(8, 64)`, least and most; `(8, ALL)`; `ALL`; `REST`.
 Size = int | tuple[int, int | Literal[NamedSize.ALL]] | NamedSize
 
 #: A grid or block: blocks (threads) in x, y, z; an int stands for (n, 1, 1).
 Dim3 = tuple[int, int, int]
 
-#: How a pool cuts a device.
+#: How a pool splits a device.
 Granularity = Literal["coscheduled", "fine"]
 
-#: Which contexts share a work queue: all of the device, or, where possible, none of those that
-#: asked for this value. The names are cuda.core's, of CUdevWorkqueueConfigScope.
+#: Which contexts share a work queue: all of the device, or, if possible, none of those with this
+#: value. The names are cuda.core's, for CUdevWorkqueueConfigScope.
 SharingScope = Literal["device_ctx", "green_ctx_balanced"]
 
 
@@ -48,7 +48,7 @@ SharingScope = Literal["device_ctx", "green_ctx_balanced"]
 
 
 class Feature(enum.Enum):
-    """A feature that a driver may lack; the value says what it is and what it needs."""
+    """A feature that a driver may lack; the value names it and what it needs."""
 
     STRUCTURED_SPLIT = "a split into groups of different sizes (CUDA 13.1)"
     STREAM_RESOURCES = "asking a stream for its resources (CUDA 13.1)"
@@ -57,9 +57,9 @@ class Feature(enum.Enum):
 
 
 class ContextFlags(enum.IntFlag):
-    """How a context is made (CUctx_flags of cuda.h): at most one way to wait, and options.
+    """Options of a context (CUctx_flags of cuda.h), including at most one way to wait.
 
-    `MAP_HOST` is always set from CUDA 11 on; `LMEM_RESIZE_TO_MAX` keeps local memory at the largest
+    `MAP_HOST` is always set from CUDA 11 on. `LMEM_RESIZE_TO_MAX` keeps local memory at the largest
     size that a launch has needed.
     """
 
@@ -93,7 +93,7 @@ class CacheConfig(enum.IntEnum):
 
 
 class CaptureMode(enum.IntEnum):
-    """How strict a thread is about calls that could spoil a capture (CUstreamCaptureMode)."""
+    """How strictly a thread refuses calls that could spoil a capture (CUstreamCaptureMode)."""
 
     GLOBAL = 0
     THREAD_LOCAL = 1
@@ -102,7 +102,7 @@ class CaptureMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """The constant properties of a device. Sizes in bytes; limits as the driver reports them."""
+    """The constant properties of a device. Sizes are in bytes. Limits are the driver's."""
 
     ordinal: int
     name: str
@@ -134,10 +134,10 @@ class Parameter:
     """One kernel parameter, as CUDA passes it.
 
     Attributes:
-        name: as in the source.
-        dtype: numpy's code of the scalar or of what a pointer points to (`"f4"`); `"V1"`: void.
-        pointer: passed as a device address.
-        const: points to memory that the kernel only reads.
+        name: The name in the source.
+        dtype: numpy's code of the scalar or of the pointer's target (`"f4"`); `"V1"` for void.
+        pointer: Whether it is passed as a device address.
+        const: Whether the kernel only reads the memory that it points to.
     """
 
     name: str
@@ -147,13 +147,13 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Bytes among the launch parameters; CUDA aligns scalars to their own size."""
+        """Bytes among the launch parameters. CUDA aligns a scalar to its own size."""
         return 8 if self.pointer else int(self.dtype[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """The launch, as a reference or a cost function sees it beside its arguments."""
+    """What a reference or a cost function is told about its launch."""
 
     grid: Dim3
     block: Dim3
@@ -168,20 +168,20 @@ class Cost:
     """The work of a kernel, for the simulated clock.
 
     Alone on S SMs a kernel takes `fixed_ns + max(sm_ns / min(S, sms), dram_bytes / bandwidth)`,
-    counted from when its first blocks have room, which earlier kernels on the same SMs can delay.
-    The bandwidth is the device's, or that which S SMs draw.
+    counted from when its first blocks have space; earlier kernels on the same SMs can delay that.
+    The bandwidth is the smaller of the device's and the most that S SMs draw.
 
     Attributes:
-        sm_ns: work, in nanoseconds of one SM; infinite: the kernel never ends.
-        sms: the most SMs that it can use and occupy (None: as many as it has blocks).
-        dram_bytes: bytes that it must move through device memory.
-        sm_bandwidth: the bytes a second that one SM draws at most: the bytes that its threads have
-            in flight over the memory's latency (None: the most that an SM of the device draws).
-        sm_watts: power of an SM at work, at full clock, beyond that of an idle one.
-        fixed_ns: time that does not depend on the number of SMs.
-        until: instead of an end in time: the kernel runs until this is true (evaluated a few
-            thousand times a second of real time, and whenever virtual time would pass).
-        limit_ns: with `until`: the kernel ends this long after its start at the latest.
+        sm_ns: Work, in nanoseconds of one SM. If infinite, the kernel never ends.
+        sms: The most SMs that it can use and occupy. None: as many as it has blocks.
+        dram_bytes: Bytes that it moves through device memory.
+        sm_bandwidth: The most bytes per second that one SM draws: the bytes in flight from its
+            threads over the memory's latency. None: the most that an SM of the device draws.
+        sm_watts: Extra power of a working SM over an idle one, at full clock.
+        fixed_ns: Time that does not depend on the number of SMs.
+        until: Replaces the end in time: the kernel runs until this returns true. It is called a
+            few thousand times per second of real time, and whenever virtual time would pass.
+        limit_ns: With `until`, the longest time that the kernel runs.
     """
 
     sm_ns: float = 0.0
@@ -194,10 +194,10 @@ class Cost:
     limit_ns: float | None = None
 
 
-#: `reference(launch, *arguments)`: pointers arrive as 1-D numpy arrays to the end of their
-#: allocation, scalars as numpy scalars; it writes into the arrays and returns nothing.
+#: `reference(launch, *arguments)` gets pointers as 1-D numpy arrays to the end of their
+#: allocation and scalars as numpy scalars. It writes into the arrays and returns nothing.
 Reference = Callable[..., None]
-#: `cost(launch, *arguments) -> Cost`, with the same arguments, before they are touched.
+#: `cost(launch, *arguments) -> Cost` gets the same arguments, before the reference changes them.
 CostModel = Callable[..., Cost]
 
 
@@ -215,11 +215,11 @@ class SupportsDevice(Protocol):
 
     @property
     def device_id(self) -> int:
-        """Its ordinal."""
+        """The device's ordinal."""
 
 
 class SupportsDLPack(Protocol):
-    """An array that another library takes without a copy, by DLPack."""
+    """Another library's array that can be used without a copy, by DLPack."""
 
     def __dlpack__(self, *, stream: int | None = None) -> object: ...
 
@@ -227,15 +227,15 @@ class SupportsDLPack(Protocol):
 
 
 class SupportsCudaArray(Protocol):
-    """An array that another library takes without a copy, by `__cuda_array_interface__`."""
+    """Another library's array that can be used without a copy, by `__cuda_array_interface__`."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
 
 
-#: An array of another library in device memory, in C order: torch's, CuPy's, numba's, Warp's,
-#: JAX's; a `Buffer` of cuda.core, which is an array of bytes.
+#: Another library's array in device memory and C order: torch's, CuPy's, numba's, Warp's, JAX's;
+#: or a `Buffer` of cuda.core, which is an array of bytes.
 DeviceArray = SupportsDLPack | SupportsCudaArray
 
-#: Anything numpy can make an array of without copying device memory.
+#: Anything that numpy can convert to an array without copying device memory.
 ArrayLike = Any

@@ -28,11 +28,11 @@ class Reason(enum.Enum):
     """Why a launch cannot take the fast path."""
 
     CLOSED = enum.auto()
-    #: Libraries have the stream: each launch checks whether it is capturing.
+    #: A library uses the stream: each launch checks whether it is capturing.
     STREAM_SHARED = enum.auto()
-    #: Other streams have used a buffer since the last launch, which comes behind that.
+    #: Other streams have used a buffer since the last launch: the next launch follows them.
     USED_ELSEWHERE = enum.auto()
-    #: A bound launch on another stream uses a buffer: each launch asks what came before it.
+    #: A bound launch on another stream uses a buffer: each launch looks for earlier uses.
     BUFFERS_SHARED = enum.auto()
     #: A buffer was closed: the next launch checks all of them.
     BUFFER_CLOSED = enum.auto()
@@ -40,33 +40,33 @@ class Reason(enum.Enum):
     MOVED = enum.auto()
     #: The kernel is not loaded on this executor: the submit thread launches it.
     NOT_LOADED = enum.auto()
-    #: The lease gave way at a checkpoint: it has no executor of its own until it is granted again.
+    #: The lease gave way at a checkpoint: it has no executor until its next grant.
     GAVE_WAY = enum.auto()
     #: The pool has watchers: each launch has a ticket, for its records.
     WATCHED = enum.auto()
-    #: Work on the executor hangs, or did: the next launch asks.
+    #: Work on the executor hangs, or did: the next launch checks.
     HUNG = enum.auto()
 
 
-#: The reasons that end where the lease moves to another executor.
+#: The reasons that end when the lease moves to another executor.
 ENDED_BY_MOVE: Final = frozenset(Reason) - {Reason.CLOSED}
 
 
 class BoundLaunch:
     """A launch prepared by `Partition.bind`, usable until its partition's block ends.
 
-    `bound()` launches at once and without a ticket: only what is submitted behind it tells when it
-    is done. `bound.submit()` launches and returns a `Job`.
+    `bound()` launches at once and without a ticket, so only later work of the partition shows when
+    it is done. `bound.submit()` launches and returns a `Job`.
 
-    It follows its partition over a checkpoint, with its argument values.
+    A checkpoint that moves the partition moves it, too, with its argument values.
 
-    An array of another library is ordered behind its producer once, when it is bound or set; the
-    user orders later writes elsewhere. It lives until the block ends.
+    Another library's array is ordered after its producer only once, when it is bound or set; the
+    user must order later writes elsewhere. The array is kept alive until the block ends.
 
-    Its buffers count as used by the partition until the block ends; work of other partitions on
-    them is kept in order with it. So are bound launches of other partitions, where one of them
-    writes a buffer that they share: then each launch costs about as much as one that is not bound.
-    Buffers that both only read cost nothing.
+    Until the block ends its buffers count as used by the partition, and other partitions' work on
+    them is ordered with it. This includes other partitions' bound launches: if one of them writes a
+    shared buffer, each launch costs about as much as an unbound one. Buffers that all of them
+    only read cost nothing.
     """
 
     __slots__ = (
@@ -90,36 +90,36 @@ class BoundLaunch:
         self._launch = prepared.launch
         self._arguments = prepared.arguments
         self._name = name
-        #: Empty: a launch has nothing to check. Other threads add to it.
+        #: If empty, a launch has nothing to check. Other threads add to it.
         self._slow_reasons: set[Reason] = set()
-        #: Uses of its buffers by other streams, since its last launch.
+        #: Uses of the buffers by other streams since the last launch.
         self._elsewhere: dict[TicketedStream, int] = {}
         if lease.recorder.watched:
             self.watch()
         if lease.stream_shared:
             self._slow_reasons.add(Reason.STREAM_SHARED)
         uses = tuple(self._arguments.buffers.values())
-        for buffer, write in uses:  # all before any is bound: an array may be refused
+        for buffer, write in uses:  # before any buffer is bound, as an array may be refused
             self._add_uses(buffer, write=write)
         for buffer, write in uses:
             buffer.bind(self, write=write)
 
     @property
     def is_closed(self) -> bool:
-        """Whether its partition's block has ended, or the pool."""
+        """Whether its partition's block, or its pool, has ended."""
         return Reason.CLOSED in self._slow_reasons
 
     def __call__(self) -> None:
-        """Launch. Never waits.
+        """Launch without a ticket. Never waits.
 
         Raises:
-            WouldBlock: too many launches are in flight; `await p.drain()` first.
-            PartitionClosed: its partition's block has ended.
-            InvalidRequest: the partition's stream is capturing.
-            WrongThread: this is not the thread whose loop entered the partition.
-            InvalidArray: its partition has other SMs since a checkpoint, and an array of another
-                library is refused there. The next launch asks again.
-            DeviceLost: the device has failed.
+            WouldBlock: Too many launches are in flight; `await p.drain()` first.
+            PartitionClosed: The partition's block has ended.
+            InvalidRequest: The partition's stream is capturing.
+            WrongThread: This is not the thread of the loop that entered the partition.
+            InvalidArray: A checkpoint changed the SMs, and another library's array is refused
+                there. The next launch tries again.
+            DeviceLost: The device has failed.
         """
         lease, stream = self._lease, self.track
         if lease.thread != get_ident():
@@ -146,7 +146,7 @@ class BoundLaunch:
         lease.launch_budget -= 1
 
     def submit(self) -> Job[None]:
-        """Launch, and return a job to await. Raises as a call does."""
+        """Launch, and return a job to await. Errors are those of a call."""
         lease, stream = self._lease, self.track
         if lease.thread != get_ident():
             raise wrong_thread()
@@ -160,12 +160,12 @@ class BoundLaunch:
         return lease.submit_now(self._launch, self._name, issued + 1)
 
     def set(self, index: int, value: object) -> None:
-        """Patch one argument, for later launches.
+        """Replace one argument, for later launches.
 
         Raises:
-            IndexError: there is no such argument.
-            ArgumentMismatch, BufferClosed, InvalidArray, WrongDevice: as `Partition.launch`.
-            PartitionClosed: its partition's block has ended.
+            IndexError: There is no such argument.
+            ArgumentMismatch, BufferClosed, InvalidArray, WrongDevice: As for `Partition.launch`.
+            PartitionClosed: The partition's block has ended.
         """
         if self._slow_reasons and self.is_closed:
             raise PartitionClosed("the partition of this bound launch")
@@ -188,21 +188,21 @@ class BoundLaunch:
     # -- for its buffers and its lease -------------------------------------------------------------
 
     def last_use(self) -> Use:
-        """Return up to which ticket, issued or the next, its buffers are in use."""
+        """Return the ticket, issued or next, until which its buffers are in use."""
         return self.track, self._next_ticket()
 
     def use_elsewhere(self, track: TicketedStream, ticket: int) -> None:
-        """Have the next launch come behind another stream's use of a buffer."""
+        """Order the next launch after another stream's use of a buffer."""
         if track is not self.track:
             self._elsewhere[track] = ticket
             self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
     def look_again(self) -> None:
-        """Have the next launch check all buffers: one was closed."""
+        """Have the next launch check all buffers, because one was closed."""
         self._slow_reasons.add(Reason.BUFFER_CLOSED)
 
     def share(self) -> None:
-        """Have each launch ask what came before it: a bound launch elsewhere uses a buffer too."""
+        """Have each launch look for earlier uses: a bound launch elsewhere uses a buffer."""
         self._slow_reasons.add(Reason.BUFFERS_SHARED)
 
     def stream_was_shared(self) -> None:
@@ -210,9 +210,9 @@ class BoundLaunch:
         self._slow_reasons.add(Reason.STREAM_SHARED)
 
     def move(self) -> None:
-        """Follow the lease to its executor; nothing that was launched still runs.
+        """Follow the lease to its executor. No earlier launch may still run.
 
-        The next launch registers the buffers: an array of another library may be refused there.
+        The next launch registers the buffers, and may find another library's array refused.
         """
         ticket = self._next_ticket()
         for buffer, _ in self._arguments.buffers.values():
@@ -221,7 +221,7 @@ class BoundLaunch:
         self._prepared = self._prepared.with_stream(self.track.stream)
         self._launch = self._prepared.launch
         self._elsewhere.clear()
-        # In place: another thread may close it meanwhile.
+        # Updated in place, because another thread may close it meanwhile.
         self._slow_reasons -= ENDED_BY_MOVE
         self._slow_reasons.add(Reason.MOVED)
         if self._lease.recorder.watched:
@@ -230,11 +230,11 @@ class BoundLaunch:
             self._slow_reasons.add(Reason.NOT_LOADED)
 
     def watch(self) -> None:
-        """Have each launch be recorded, while the pool has watchers."""
+        """Record each launch while the pool has watchers."""
         self._slow_reasons.add(Reason.WATCHED)
 
     def check_lease(self) -> None:
-        """Have the next launch ask whether work on the executor hangs."""
+        """Have the next launch check whether work on the executor hangs."""
         self._slow_reasons.add(Reason.HUNG)
 
     def pause(self) -> None:
@@ -266,7 +266,7 @@ class BoundLaunch:
     # -- the slow path -----------------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """See to every reason before the next launch; those that last are kept."""
+        """Handle every reason before the next launch; keep those that persist."""
         reasons = self._slow_reasons
         if Reason.CLOSED in reasons:
             if self.track.health.is_over:
@@ -298,7 +298,7 @@ class BoundLaunch:
             reasons.discard(Reason.NOT_LOADED)
 
     def _order_behind_uses(self) -> None:
-        """Order the stream behind other uses of the buffers, if these are on their streams."""
+        """Order the stream after other uses of the buffers, once these are on their streams."""
         stream, is_ordered = self.track, False
         elsewhere = self._take_uses()
         try:
@@ -319,7 +319,7 @@ class BoundLaunch:
                 self._put_back(elsewhere)
 
     def _take_uses(self) -> dict[TicketedStream, int]:
-        """Take the uses by other streams; those that other threads add from here on stay."""
+        """Take the uses by other streams; uses that other threads add meanwhile stay."""
         self._slow_reasons.discard(Reason.USED_ELSEWHERE)  # first: other threads add it last
         taken = {}
         while self._elsewhere:
@@ -329,7 +329,7 @@ class BoundLaunch:
 
     def _put_back(self, uses: dict[TicketedStream, int]) -> None:
         for stream, ticket in uses.items():
-            self._elsewhere.setdefault(stream, ticket)  # another thread's is later
+            self._elsewhere.setdefault(stream, ticket)  # a newer entry has a later ticket
         if uses:
             self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
@@ -346,7 +346,7 @@ class BoundLaunch:
             raise WouldBlock("too many launches are in flight: `await p.drain()` first")
 
     def _launch_watched(self) -> None:
-        """Launch, with a ticket of its own."""
+        """Launch, and write a ticket for this launch alone."""
         lease = self._lease
         try:
             self._launch()
@@ -359,13 +359,13 @@ class BoundLaunch:
         lease.record(job)
 
     def _launch_deferred(self) -> Job[None]:
-        """Launch from the submit thread, with the argument values of now."""
+        """Launch from the submit thread, with the present argument values."""
         lease = self._lease
         lease.check_room()
         lease.check_capture()
         uses = tuple(self._arguments.buffers.values())
         twin, loaded = self._prepared.copy(), self._cache.loaded
-        elsewhere = self._take_uses()  # the buffers know them, too
+        elsewhere = self._take_uses()  # the buffers have them, too
 
         def step(_: int) -> None:
             twin.launch()

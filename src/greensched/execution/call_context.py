@@ -1,8 +1,8 @@
-"""The context of a blocking call: its stream and SMs, for libraries with a current stream.
+"""The context of a blocking call: its stream and SMs, for libraries that keep a current stream.
 
-`p.run` makes the partition's green context current. A library that keeps a current stream puts its
-work there instead, so an integration registers a hook, which wraps each call. And code that sizes a
-grid asks how many SMs it has.
+`p.run` makes the partition's green context current. A library that keeps a current stream would
+still submit there, so its integration registers a hook that wraps each call. Code that sizes
+grids also reads its number of SMs here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CallWrapper = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Where a call of `p.run`, or a block of an integration, works.
+    """Where the work of a `p.run` call, or of an integration's block, goes.
 
     Attributes:
-        stream: work on it is ordered and waited for with the partition's.
-        device_id: the ordinal of its device.
-        sm_count: the SMs it has.
-        is_simulated: the stream exists in greensched only: no library can use it.
+        stream: The stream; its work is ordered with the partition's and waited for.
+        device_id: The ordinal of the device.
+        sm_count: The number of SMs.
+        is_simulated: Whether the stream exists only in greensched, so that no library can use it.
     """
 
     stream: Stream
@@ -38,7 +38,7 @@ class CallContext:
 
     @contextmanager
     def entered(self) -> Iterator[CallContext]:
-        """Make `current_call()` return this in a block, for the calling task and thread."""
+        """Make `current_call()` return this object in a block, for the calling task and thread."""
         token = running_call.set(self)
         try:
             yield self
@@ -46,7 +46,7 @@ class CallContext:
             running_call.reset(token)
 
 
-#: Of the calling task and thread.
+#: The call context of the calling task and thread.
 running_call: Final[ContextVar[CallContext | None]] = ContextVar("greensched_call", default=None)
 
 #: Called at each `p.run` with the call's context and arguments; returns a wrapper, or None.
@@ -55,28 +55,28 @@ hooks: Final[list[Hook]] = []
 
 
 def current_call() -> CallContext | None:
-    """Return the call of `p.run`, or the integration's block, that this code runs in, or None.
+    """Return the `p.run` call, or the integration's block, in which this code runs, or None.
 
-    For code that sizes its grids by the number of SMs. It is the task's and the thread's own.
+    Code that sizes grids reads its number of SMs here. Each task and thread has its own.
     """
     return running_call.get()
 
 
 def call_context(where: object = None) -> CallContext:
-    """Return the context whose stream a library is to be given.
+    """Return the context whose stream a library should use.
 
     Args:
-        where: a `Partition`, for its launches and copies; a `CallContext`; None: the current one.
+        where: A `Partition`, for its launch stream; a `CallContext`; or None for the current one.
 
     Raises:
-        InvalidRequest: `where` is none of these, no call runs, or the call is simulated: a library
-            would crash with its stream.
-        WouldBlock: as `Partition.stream`.
+        InvalidRequest: `where` is invalid, no call runs here, or the stream is simulated, so that
+            a library would crash with it.
+        WouldBlock: As for `Partition.stream`.
     """
     call = running_call.get() if where is None else getattr(where, "call", where)
     if not isinstance(call, CallContext):
         raise InvalidRequest(
-            "no call runs here: give the partition, or ask inside p.run"
+            "no call runs here: give the partition, or call this inside p.run"
             if where is None
             else f"give a Partition or a CallContext, not {type(where).__name__}: {where!r}"
         )
@@ -89,16 +89,16 @@ def call_context(where: object = None) -> CallContext:
 
 
 def register_call_hook(hook: Hook) -> None:
-    """Have a library's state set around each call of `p.run` from now on, in every pool.
+    """Set a library's state around each later call of `p.run`, in every pool.
 
     Args:
-        hook: called at each `p.run`, on the caller's thread, with the call's context and arguments.
-            It returns a function that calls the call, on the partition's thread; or None: this call
-            does not concern it. What it raises, `p.run` raises. Where it returned a function the
-            arguments live until the call's stream is done. Registered again, it counts once.
+        hook: Called at each `p.run`, on the caller's thread, with the call's context and arguments.
+            It returns a function that runs the call on the partition's thread, or None if the call
+            does not concern it. `p.run` raises the hook's exceptions. If it returned a function,
+            the arguments live until the call's stream is done. A hook is registered only once.
 
     Raises:
-        InvalidRequest: it is not callable.
+        InvalidRequest: `hook` is not callable.
     """
     if not callable(hook):
         raise InvalidRequest(f"a call hook is a function, not {type(hook).__name__}: {hook!r}")

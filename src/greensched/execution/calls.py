@@ -1,4 +1,4 @@
-"""Blocking calls of a lease, on its executor's worker thread, and values kept with the executor."""
+"""A lease's blocking calls, on its executor's worker thread, and values kept by the executor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submit_call(
     lease: Lease, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Job[T]:
     """See `Partition.run`."""
-    # The usual case is seen without a call: a plain function, which is no coroutine function.
+    # Recognise the usual case without a call: a plain function that is no coroutine function.
     if type(fn) is not FunctionType or fn.__dict__ or fn.__code__.co_flags & CO_COROUTINE:
         check_blocking(fn)
     stream, poller = lease.executor.call_stream, lease.poller
@@ -59,7 +59,7 @@ def submit_call(
 
 
 def _call_in_order(stream: TicketedStream, dependencies: Dependencies, call: Callable[[], T]) -> T:
-    """Call behind the work that uses its buffers."""
+    """Call a function after the work that uses its buffers."""
     dependencies.order_before(stream)
     return call()
 
@@ -88,10 +88,10 @@ def keep_alive(lease: Lease, things: tuple[object, ...]) -> Job[None]:
 
 
 def check_blocking(fn: object) -> None:
-    """Refuse what the worker thread cannot call.
+    """Refuse objects that the worker thread cannot call.
 
     Raises:
-        InvalidRequest: it is not callable, or is a coroutine function.
+        InvalidRequest: It is not callable, or is a coroutine function.
     """
     if not callable(fn):
         raise InvalidRequest(f"p.run takes a function, not {type(fn).__name__}: {fn!r}")

@@ -1,9 +1,9 @@
-"""Graphs: work captured once for each set of SMs, and launched again as one piece.
+"""Graphs: work that is captured once for each set of SMs and launched repeatedly.
 
-Captured work stays on the SMs of the stream that it was captured on, wherever it is launched. So
-each executor that launches a graph captures it, on its worker thread and its call stream, and keeps
-it. It is launched on the launch stream, with a ticket behind it. No ticket is ever inside: a launch
-would turn the ticket's word back.
+Captured work stays on the SMs of the stream that captured it, wherever it is launched. So each
+executor that launches a graph captures it, on its worker thread and call stream, and keeps
+it. The launch stream runs it and writes a ticket after it. The graph itself contains no ticket,
+because a launch would set the ticket's word back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
 from greensched.typing import CaptureMode
 
-#: What a graph uses, and whether it writes it.
+#: An object that a graph uses, and whether the graph writes it.
 Used = tuple[Buffer | PinnedBuffer | ForeignArray, bool]
 
 
@@ -32,17 +32,17 @@ class LaunchTarget(Protocol):
     """A partition."""
 
     def _ready_lease(self) -> Lease:
-        """Return its lease, or raise what keeps it from submitting."""
+        """Return the lease, or raise if it cannot submit work."""
 
 
 class Graph(Closable):
-    """Captured work, to be launched again and again, on whatever SMs.
+    """Captured work that can be launched repeatedly, on any SMs of its device.
 
-    Made by `Partition.capture`. It outlives leases. `close()` it, or use it in a `with` block; one
-    that is not closed warns, and is closed all the same. For any thread, one at a time.
+    Made by `Partition.capture`; it outlives leases. `close()` it, or use it in a `with` block; if
+    it is collected unclosed, it warns and is closed. For any thread, one at a time.
 
     Attributes:
-        device_id: the ordinal of its device.
+        device_id: The ordinal of the device.
     """
 
     __slots__ = ("_args", "_captured", "_function", "_kwargs", "_uses", "device_id")
@@ -59,31 +59,31 @@ class Graph(Closable):
         self._function, self._args, self._kwargs = function, args, kwargs
         self._captured: dict[Executor, _CapturedGraph] = {}
         given = (*args, *kwargs.values())
-        #: Complete once it is captured; the same on each executor.
+        #: Complete after the first capture; the same on each executor.
         self._uses: tuple[Used, ...] = tuple(
             (a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))
         )
 
     def launch(self, p: LaunchTarget) -> Job[None]:
-        """Launch it on a partition's SMs, in the order of `Partition.launch`. Returns at once.
+        """Launch it on a partition's SMs, in order with `Partition.launch`. Returns at once.
 
-        Where it was not captured for these SMs yet, the partition's worker thread does that first,
-        once; what is submitted behind it waits for that. The buffers that it uses are kept in order
-        with other work on them, as in a launch.
+        If it is not captured for these SMs yet, the partition's worker thread first captures it,
+        and work submitted later waits for that. Its buffers are ordered with other work on them, as
+        in a launch.
 
         Args:
-            p: a partition of the device that it was captured on, of this lease or any other.
+            p: A partition of the device on which it was captured, of this lease or another.
 
         Raises:
-            Closed: after `close()`.
-            WrongDevice: the partition is of another device.
-            BufferClosed: a buffer that it uses is closed.
-            PartitionClosed, PoolClosed, DeviceLost, ForkedPool, WouldBlock, WrongThread: as
+            Closed: `close()` was called.
+            WrongDevice: The partition belongs to another device.
+            BufferClosed: A buffer of the graph is closed.
+            PartitionClosed, PoolClosed, DeviceLost, ForkedPool, WouldBlock, WrongThread: As for
                 `Partition.launch`.
             InvalidRequest: `p` is not a partition, or its stream is capturing.
 
-        A failure to capture it is the job's failure, and the next launch tries again. Cancelling a
-        task that awaits the job stops the waiting only.
+        If the capture fails, the job fails, and the next launch tries again. Cancelling a task that
+        awaits the job stops only the waiting.
         """
         lease = _lease_of(p)
         if self.is_closed:
@@ -100,10 +100,10 @@ class Graph(Closable):
         return job
 
     def close(self) -> None:
-        """Refuse further launches; what was launched is done all the same. Does not wait.
+        """Refuse further launches; earlier ones run to their end. Does not wait.
 
-        Its memory on the device is freed once that is done and the partition's worker thread runs
-        a call, when the pool is closed at the latest. Idempotent.
+        Its device memory is freed once they are done and the partition's worker thread runs a
+        call, or when the pool closes. Idempotent.
         """
         super().close()
         for captured in self._captured.values():
@@ -120,7 +120,7 @@ class Graph(Closable):
     # -- capturing ---------------------------------------------------------------------------------
 
     def capture(self, lease: Lease) -> Job[Graph]:
-        """Capture it for the first time: what it uses is known afterwards."""
+        """Capture it for the first time, which shows what it uses."""
 
         def capture(*args: Any, **kwargs: Any) -> Graph:
             captured.create(partial(self._function, *args, **kwargs), self._record_uses)
@@ -143,24 +143,24 @@ class Graph(Closable):
         return captured
 
     def _record_uses(self, recorded: Sequence[Used]) -> None:
-        """Add what its kernels were launched with to what the function was given."""
+        """Add the arguments of its kernels' launches to the function's own arguments."""
         uses = {id(used): (used, write) for used, write in self._uses}
         for used, write in recorded:
             uses[id(used)] = (used, write or uses.get(id(used), (used, False))[1])
         self._uses = tuple(uses.values())
 
     def _check_uses(self, recorded: Sequence[Used]) -> None:
-        """Refuse a use that the first capture did not have: it would be neither ordered nor kept.
+        """Refuse uses that the first capture did not have: nothing would order or keep them.
 
         Raises:
-            InvalidCapture: there is one.
+            InvalidCapture: There is such a use.
         """
         known = {id(used): write for used, write in self._uses}
         for used, write in recorded:
             if not isinstance(used, ForeignArray) and known.get(id(used), not write) < write:
                 raise InvalidCapture(
-                    f"on these SMs it uses {used!r} as it did not the first time; it must use the "
-                    "same buffers wherever it is captured"
+                    f"on these SMs it uses {used!r} differently from the first capture: it must "
+                    "use the same buffers wherever it is captured"
                 )
 
     def __repr__(self) -> str:
@@ -170,10 +170,10 @@ class Graph(Closable):
 
 
 class _CapturedGraph:
-    """A graph on one executor, whose worker thread creates and closes it, and which keeps it.
+    """A graph captured on one executor, which keeps it; its worker thread creates and closes it.
 
-    It has no reference to its `Graph`: that can be collected, and closes it, while the executor
-    still has this.
+    It does not refer to its `Graph`, which can thus be collected, and then closes this object,
+    while the executor still has it.
     """
 
     __slots__ = (
@@ -191,13 +191,13 @@ class _CapturedGraph:
         self.executor = lease.executor
         self._driver = lease.executor.driver
         self._executable: ExecutableHandle | None = None
-        #: What the function returned, and what it used: memory that the graph works on.
+        #: The function's return value and the memory that it used, which the graph works on.
         self._kept: object = None
-        #: The call that creates it, where a launch asked for that.
+        #: The call that creates it, if a launch requested it.
         self.capture_job: Job[None] | None = None
-        #: A launch has failed with that call's error.
+        #: Whether a launch has already failed with the error of that call.
         self._error_taken = False
-        #: Of its last launch.
+        #: The ticket of its last launch.
         self.last_ticket = 0
         self.is_closed = False
 
@@ -206,11 +206,11 @@ class _CapturedGraph:
     def create(
         self, function: Callable[[], object], accept: Callable[[Sequence[Used]], object]
     ) -> None:
-        """Capture what a function puts on the call stream.
+        """Capture the work that a function submits to the call stream.
 
         Raises:
-            InvalidCapture: it put nothing there, or invalidated the capture.
-            Exception: what the function raised, or `accept`, which is called with what it used.
+            InvalidCapture: The function submitted nothing, or invalidated the capture.
+            Exception: The function raised it, or `accept` did, which is called with what was used.
         """
         self.executor.locals.close_released()
         stream, driver = self.executor.call_stream.stream, self._driver
@@ -230,7 +230,7 @@ class _CapturedGraph:
         try:
             if not driver.node_count(graph):
                 raise InvalidCapture(
-                    "it put nothing on current_call().stream, so there is nothing to launch"
+                    "it submitted nothing to current_call().stream, so there is nothing to launch"
                 )
             accept(recorded)
             self._executable = driver.instantiate_graph(graph, stream.handle)
@@ -251,12 +251,12 @@ class _CapturedGraph:
 
     def _drop_capture(self) -> None:
         stream = self.executor.call_stream.stream.handle
-        with suppress(CUDAError):  # invalidated: it has ended all the same
+        with suppress(CUDAError):  # of an invalidated capture, which has still ended
             if self._driver.is_capturing(stream):
                 self._driver.destroy_graph(self._driver.end_capture(stream))
 
     def close(self) -> None:
-        """Destroy it; no launch of it is in progress."""
+        """Destroy it. No launch of it may be in progress."""
         self.is_closed, self._kept = True, None
         executable, self._executable = self._executable, None
         if executable is not None:
@@ -270,28 +270,28 @@ class _CapturedGraph:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it could not be created, as far as a launch knows."""
+        """Whether its creation is known to have failed."""
         if self._executable is not None or self.capture_job is None:
             return False
         return self._error_taken or self.capture_job.done()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is created, and on the device."""
+        """Whether it is created and on the device."""
         return self._executable is not None and self._is_captured
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is to be closed, on a device that works."""
+        """Whether it must still be closed, on a device that works."""
         return not self.is_closed and not self.executor.health.is_over
 
     @property
     def is_idle(self) -> bool:
-        """Whether no thread creates it, and all its launches are done."""
+        """Whether its creation and all its launches are done."""
         return self._is_captured and self.executor.launch_stream.reached(self.last_ticket)
 
     def launch(self, _: int) -> None:
-        """Put it on the launch stream; on the submit thread, where it is yet to be created."""
+        """Submit it to the launch stream; on the submit thread if it is not created yet."""
         if not self.is_ready:
             self._wait_until_created()
         assert self._executable is not None
@@ -299,13 +299,13 @@ class _CapturedGraph:
         self._driver.launch_graph(self._executable, handle)
 
     def _wait_until_created(self) -> None:
-        """Block until it is created, and order the launch stream behind that."""
+        """Block until it is created, and order the launch stream after its creation."""
         stream, job = self.executor.call_stream, self.capture_job
         assert job is not None
         stream.wait_until_submitted(job._ticket)
         error = job._take_error()
         if error is not None:
-            self._error_taken = True  # the ticket may come much later, behind work of the stream
+            self._error_taken = True  # the ticket may come much later, after other work
             raise error
         stream.health.check()
         self.executor.launch_stream.order_behind(stream)

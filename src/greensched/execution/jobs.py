@@ -22,11 +22,11 @@ logger = logging.getLogger("greensched")
 
 
 class JobLease(Protocol):
-    """What a job needs of its lease.
+    """What a job needs from its lease.
 
     Attributes:
-        failed: the failed jobs whose failure was not retrieved.
-        poller: of the loop that holds it.
+        failed: The failed jobs whose failure was not retrieved.
+        poller: The poller of the loop that holds the lease.
     """
 
     failed: list[Job[Any]]
@@ -34,20 +34,20 @@ class JobLease(Protocol):
 
 
 class Job(Uncopyable, Generic[T]):
-    """Work that was submitted: await it, query it, or leave it to the end of the partition's block.
+    """Submitted work. Await it, query it, or leave it to the end of the partition's block.
 
-    Any number of tasks may await it, on any loop, any number of times. Cancelling a task that
-    awaits it stops the waiting only: work on a device cannot be stopped.
+    Any number of tasks on any loops may await it, any number of times. Cancelling such a task
+    stops only the waiting: work on a device cannot be stopped.
 
-    A failed job raises at each await. A failure that was not retrieved when the partition's block
-    ends normally is raised there.
+    A failed job raises at each await. If its failure was never retrieved, a normal end of the
+    partition's block raises it.
 
-    `asyncio.wait`, `asyncio.as_completed`, `asyncio.gather` and `asyncio.ensure_future` take it.
+    It works with `asyncio.wait`, `as_completed`, `gather` and `ensure_future`.
     """
 
     __slots__ = ("__dict__", "_lease", "_stream", "_ticket", "name")
 
-    # What few jobs have is in their `__dict__`, so that the others are created faster.
+    # Attributes that few jobs set; the defaults here make the other jobs faster to create.
     _value: Any = None
     _error: BaseException | None = None
     _is_retrieved = False
@@ -60,14 +60,14 @@ class Job(Uncopyable, Generic[T]):
     def __init__(self, stream: TicketedStream, ticket: int, name: str, lease: JobLease) -> None:
         self._lease = lease
         self._stream = stream
-        #: Written by the stream when the work is done.
+        #: The ticket that the stream writes when the work is done.
         self._ticket = ticket
-        #: The kernel, function or copy, for messages.
+        #: Names the kernel, function or copy in messages.
         self.name = name
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or not, or was given up. Does not wait."""
-        stream, ticket = self._stream, self._ticket  # what is known needs no call
+        """Whether it has succeeded, failed or been given up. Does not wait."""
+        stream, ticket = self._stream, self._ticket  # a known ticket needs no call
         return (
             ticket <= stream.last_reached
             or (ticket <= stream.submitted and stream.reached(ticket))
@@ -76,18 +76,18 @@ class Job(Uncopyable, Generic[T]):
         )
 
     def cancelled(self) -> bool:
-        """Return False: a job cannot be cancelled. `asyncio.wait` asks."""
+        """Return False, because a job cannot be cancelled; `asyncio.wait` calls this."""
         return False
 
     def result(self) -> T:
-        """Return its result, at once.
+        """Return the result, without waiting.
 
         Raises:
-            WouldBlock: it is not done.
-            DeviceLost: the device failed before it was done.
-            DeviceHung: it was given up (`Pool.hang_after`), and is not done since.
-            PoolClosed, ForkedPool: its pool ended before it was done.
-            Exception: what the job itself failed with.
+            WouldBlock: The job is not done.
+            DeviceLost: The device failed before the job was done.
+            DeviceHung: The job was given up (`Pool.hang_after`), and is still not done.
+            PoolClosed, ForkedPool: The pool ended before the job was done.
+            Exception: The job itself failed with this exception.
         """
         stream = self._stream
         if not stream.reached(self._ticket):
@@ -112,7 +112,7 @@ class Job(Uncopyable, Generic[T]):
         return value  # type: ignore[no-any-return]  # T, or None where T is None
 
     def exception(self) -> BaseException | None:
-        """Return what it failed with, or None. Raises `WouldBlock` while it is not done."""
+        """Return the job's exception, or None. Raises `WouldBlock` while the job is not done."""
         try:
             self.result()
         except WouldBlock:
@@ -122,14 +122,14 @@ class Job(Uncopyable, Generic[T]):
         return None
 
     def add_done_callback(self, callback: Callable[[Job[T]], object]) -> None:
-        """Call a function with the job once it is done, in a turn of the loop of this thread.
+        """Call a function with the job once it is done, on this thread's loop.
 
-        In a task of the partition that is the partition's loop. A thread that runs no loop, as
-        inside `p.run`, cannot add one. The function is called in a copy of the current context;
-        what it raises is logged. If the job is done already it is called in the loop's next turn.
+        A thread without a loop, for example in `p.run`, cannot add a callback. The function is
+        called in a copy of the current context, and its exceptions are logged. If the job is done
+        already, the function is called in the loop's next turn.
 
         Raises:
-            NoLoop: no loop is running on this thread.
+            NoLoop: No loop is running on this thread.
         """
         entry = _DoneCallback(callback, copy_context())
         call = partial(current_adapter().call_threadsafe, partial(self._run_callback, entry))
@@ -142,7 +142,7 @@ class Job(Uncopyable, Generic[T]):
             self._owner.notify_when(self._stream, self._ticket, call)
 
     def remove_done_callback(self, callback: Callable[[Job[T]], object]) -> int:
-        """Remove a function that was added, however often it was; return how often."""
+        """Remove all entries of a callback; return how many there were."""
         found = [entry for entry in self._callbacks or () if entry.callback == callback]
         return sum(self._remove_callback(entry) for entry in found)
 
@@ -154,21 +154,21 @@ class Job(Uncopyable, Generic[T]):
         return True
 
     def _run_callback(self, entry: _DoneCallback) -> None:
-        if self._remove_callback(entry):  # else it was removed
+        if self._remove_callback(entry):  # otherwise it was removed
             try:
                 entry.context.run(entry.callback, self)
             except Exception:
                 logger.exception("a done callback of %r raised", self)
 
     def __await__(self) -> Generator[Any, Any, T]:
-        """Wait until it is done, then return what `result` returns.
+        """Wait until the job is done, then return what `result` returns.
 
         Raises:
-            WrongThread: its partition's context is current here, which a call may be waiting for.
+            WrongThread: The partition's context is current here; a call may be waiting for it.
         """
         waiter = self._next_waiter()
         trio = current_trio() if waiter is None else None
-        if trio is not None:  # where each await is a checkpoint
+        if trio is not None:  # in trio each await is a checkpoint
             yield from trio.lowlevel.checkpoint().__await__()
         while waiter is not None:
             yield from waiter.__await__()
@@ -176,7 +176,7 @@ class Job(Uncopyable, Generic[T]):
         return self.result()
 
     def _next_waiter(self) -> Awaitable[object] | None:
-        """Make something to await, and then to call this again; None once the job is done."""
+        """Return what to await before calling this again, or None once the job is done."""
         if self.done():
             return None
         owner = self._owner
@@ -205,14 +205,14 @@ class Job(Uncopyable, Generic[T]):
         self._lease.failed.append(self)
 
     def _take_error(self) -> BaseException | None:
-        """Return the failure, for another job to raise instead of this one. From any thread."""
+        """Return the failure, so that another job can raise it instead. From any thread."""
         self._set_retrieved()
         return self._error
 
     def _set_retrieved(self) -> None:
-        """Remove it from its lease's failures: the error's traceback holds much."""
+        """Remove the job from its lease's failures, because a traceback refers to many objects."""
         self._is_retrieved = True
-        with suppress(ValueError):  # removed before, or by another thread at the same time
+        with suppress(ValueError):  # it is removed already, perhaps by another thread just now
             self._lease.failed.remove(self)
 
     @property
@@ -222,26 +222,26 @@ class Job(Uncopyable, Generic[T]):
     def _set_finalizer(
         self, finalizer: Callable[[T], object], cleanup: Callable[[], object]
     ) -> None:
-        """Set what the host does once the device is done; done once, by `_finalize`.
+        """Set the host's work after the device is done. `_finalize` runs it once.
 
         Args:
-            finalizer: called with the job's value.
-            cleanup: called behind it, or instead of it where the job failed: the device is done.
+            finalizer: Called with the job's value.
+            cleanup: Called after the finalizer; if the job failed, only this is called.
         """
         self._finalizing, self._cleanup = threading.RLock(), cleanup
         self._finalizer = finalizer
 
     def _finalize(self) -> None:
-        """Do the host's part; another thread that calls this meanwhile waits for it.
+        """Do the host's work. Another thread that calls this meanwhile waits for it.
 
-        Never raises: an exception is the job's failure. If the device failed, nothing is done: it
-        may still be writing.
+        Never raises: an exception becomes the job's failure. If the device has failed, do nothing,
+        because the device may still be writing.
         """
         with self._finalizing:
             finalizer = self._finalizer
             if finalizer is None or not self._stream.reached(self._ticket):
                 return
-            if self._is_finalizing:  # a progress callback asks for the result
+            if self._is_finalizing:  # a progress callback requests the result
                 return
             self._is_finalizing = True
             try:
@@ -261,7 +261,7 @@ class Job(Uncopyable, Generic[T]):
 
 
 class _DoneCallback:
-    """A done callback, and the context to call it in; compared by identity."""
+    """A done callback and the context to call it in. Compared by identity."""
 
     __slots__ = ("callback", "context")
 

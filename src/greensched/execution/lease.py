@@ -1,13 +1,13 @@
-"""Leases: an executor in use by one loop, from the grant until the last of its work is done.
+"""Leases: one loop uses an executor, from the grant until its last work is done.
 
-Submission: tickets are issued in the order of the calls. While everything issued is submitted, work
-is submitted at once, on the caller's thread. Work that may block (a kernel's first use, memory that
-must grow, a large copy) goes to the executor's submit thread, and so does everything after it until
-that thread has caught up: the order of submission is always the order of the calls.
+Submission: tickets are issued in the order of calls. If all issued work is submitted, new work
+is submitted at once, on the caller's thread. Work that may block (a kernel's first use, memory
+that must grow, a large copy) goes to the executor's submit thread, and so does later work until
+that thread has caught up. So work is always submitted in the order of calls.
 
-The end: tickets hold cells, tasks do not. A lease may end while its work runs, by an exception, a
-cancellation or a loop that closed; the cells become free when the device is done. `end` does not
-wait; the listener's `lease_closed` is called exactly once.
+End: cells are held by tickets, not by tasks. A lease may end while its work runs, by an exception,
+a cancellation or a closed loop; its cells become free when the device is done (`lease_drain.py`).
+`end` does not wait. The listener's `lease_closed` is called exactly once.
 """
 
 from __future__ import annotations
@@ -50,43 +50,43 @@ T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
-#: Bound launches after which a ticket is written behind them, so that they can be counted.
+#: Bound launches after which a ticket is written, so that those in flight can be counted.
 BATCH: Final = 64
-#: Bound launches in flight at most: with the entries of the jobs (2 for each of `executor.DEPTH`)
-#: below the 1,000 or so that a driver's queue holds.
+#: Most bound launches in flight. With the entries of the jobs (2 for each of `executor.DEPTH`), it
+#: stays below the 1,000 or so that a driver's queue holds.
 MAX_BOUND_LAUNCHES: Final = 4 * BATCH
 
 
 class LeaseState(enum.Enum):
-    """Where a lease is in its life."""
+    """The states of a lease."""
 
     #: It may submit work.
     OPEN = "open"
-    #: It gave way at a checkpoint, or is idle: it has no SMs until it is granted some again.
+    #: It has no SMs until the next grant: it gave way at a checkpoint, or is idle.
     GAVE_WAY = "has no SMs now"
-    #: It has ended, and its work is not done.
+    #: It has ended, but its work is not done.
     DRAINING = "draining"
-    #: All its work is done.
+    #: It has ended, and its work is done.
     CLOSED = "closed"
 
 
 class LeaseListener(Protocol):
-    """The pool, as its leases see it."""
+    """The pool's interface for its leases."""
 
     recorder: Recorder
 
     def check(self) -> None:
-        """Raise if the pool does not work: closed, lost, forked."""
+        """Raise if the pool is closed, lost or forked."""
 
     def lease_draining(self, lease: Lease) -> None:
-        """Told once, if the lease has ended before its work."""
+        """Notify that a lease has ended before its work is done. Called at most once."""
 
     def lease_closed(self, lease: Lease) -> None:
-        """Told once, when all work is done; on the thread of the loop that then polls it."""
+        """Notify that all work is done, on the polling loop's thread. Called exactly once."""
 
 
 class DeviceMemory(Protocol):
-    """Memory that all partitions of one device share: the pool's side of that device."""
+    """Memory that all partitions of one device share."""
 
     device: Device
     memory: DeviceAllocator
@@ -100,7 +100,7 @@ class DeviceMemory(Protocol):
 
 
 class BoundHandle(Protocol):
-    """A bound launch, which is closed with the lease."""
+    """A bound launch, which the lease closes at its end."""
 
     def close(self) -> None: ...
 
@@ -116,21 +116,21 @@ class BoundHandle(Protocol):
 
 
 class Lease:
-    """One lease of an executor, by one loop. All methods are for that loop's thread.
+    """One loop's use of an executor. All methods are for that loop's thread.
 
     Args:
-        grant: the cells.
-        executor: over these cells.
-        poller: of the loop that holds the lease, until that loop closes.
-        device_memory: of the executor's device.
-        listener: told of its end.
-        quota: its buffers count against it.
-        cache_key: what finds it in the lease cache; None: it is not to be cached.
+        grant: The granted cells.
+        executor: The executor over these cells.
+        poller: The poller of the loop that holds the lease; another takes over if that loop closes.
+        device_memory: The memory of the executor's device.
+        listener: Notified of the end of the lease.
+        quota: The quota that the lease's buffers count against.
+        cache_key: The key in the lease cache. None: the lease is not cached.
     """
 
-    #: Where the holder's code took it, where checkpoints may change it; "": not known.
+    #: The code line that took it, if checkpoints may change it; "" if unknown.
     taken_at = ""
-    #: Of a lease that drains: the name of what held it, and since when it drains.
+    #: While it drains: the name of its last holder, and when draining began.
     holder = ""
     draining_since: float | None = None
 
@@ -150,54 +150,54 @@ class Lease:
         self.device_memory = device_memory
         self.quota = quota
         self.ordinal = executor.ordinal
-        #: The thread of the loop that it was granted to: the only one that may submit.
+        #: The thread of the holding loop, the only thread that may submit.
         self.thread = get_ident()
-        #: Failed jobs whose failure was not retrieved, for the end of the block.
+        #: Jobs whose failure the end of the block raises, because it was not retrieved.
         self.failed: list[Job[Any]] = []
         self.bound_launches: list[BoundHandle] = []
         self.state = LeaseState.OPEN
         self._listener = listener
         self.recorder = listener.recorder
-        #: Where there are watchers: when the last job of each stream was done.
+        #: When the last job of each stream was done; kept while there are watchers.
         self._job_ends: dict[TicketedStream, float] = {}
         self._close_waiters: list[Waiter] = []
-        #: Of compilations that its work waits for; made for the first.
+        #: Ends waits for compilations; made for the first such wait.
         self._abandonment: Abandonment | None = None
-        #: Its work once it has ended.
+        #: Waits for the remaining work once the lease has ended.
         self._drain: LeaseDrain | None = None
         self.move_to(executor)
 
     def move_to(self, executor: Executor) -> None:
-        """Begin on an executor on which the lease has no work yet; it is idle on the one before.
+        """Move to an executor on which the lease has no work; the previous one is idle.
 
-        `move_bound_launches` follows, outside the pool's lock.
+        The caller then calls `move_bound_launches`, outside the pool's lock.
         """
         self.executor = executor
         self._first_ticket = executor.launch_stream.issued
-        #: Libraries may at any time have work on the green context that has no ticket: they were
-        #: given its stream, or the context itself.
+        #: Whether libraries may have work on the green context that has no ticket, because they
+        #: were given its stream or the context itself.
         self.foreign_work = executor.calls.is_exposed = False
-        #: There were calls, which may have left such work.
+        #: Whether there were calls, which may have left such work.
         self.has_called = False
-        #: The launch stream was given away: a library may capture on it.
+        #: Whether a library was given the launch stream, and may capture on it.
         self.stream_shared = False
-        #: Its end has nothing to do but wait for its launches: it may be cached.
+        #: Whether the lease may be cached: its end has only launches to wait for.
         self.reusable = True
-        #: There were bound launches since the last ticket.
+        #: Whether there were bound launches since the last ticket.
         self.launches_without_ticket = False
-        #: Bound launches allowed until they must be counted again, by `may_launch_bound`.
+        #: Bound launches allowed until `may_launch_bound` must count them again.
         self.launch_budget = BATCH
         self._budget_used = False
-        #: Tickets behind bound launches in flight, one for each batch of them.
+        #: The ticket after each batch of bound launches in flight.
         self._batches: deque[int] = deque()
-        #: Jobs that have a host's part to do once the device is done.
+        #: Jobs for which the host has work to do once the device is done.
         self._unfinished: deque[Job[Any]] = deque()
-        #: What is current in its calls; made for the first.
+        #: The current call context in its calls; made for the first call.
         self._call_context: CallContext | None = None
         self._update_fast_path()
 
     def _update_fast_path(self) -> None:
-        """Set the one flag that each submission reads: nothing but thread and room to check."""
+        """Set the flag that each submission reads: only the thread and the bound need checks."""
         executor = self.executor
         works = executor.hang is None and not executor.launch_stream.health.is_over
         self.fast_path_ok = self.state is LeaseState.OPEN and works and not self.stream_shared
@@ -209,24 +209,25 @@ class Lease:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended, and all its work."""
+        """Whether it has ended and all its work is done."""
         return self.state is LeaseState.CLOSED
 
     @property
     def launch_stream(self) -> TicketedStream:
-        """The stream of its launches and copies."""
+        """The stream of the lease's launches and copies."""
         return self.executor.launch_stream
 
     # -- checks ------------------------------------------------------------------------------------
 
     def check_ready(self) -> None:
-        """Raise what keeps a job from being submitted now.
+        """Raise if no job can be submitted now.
 
         Raises:
-            PartitionClosed, WrongThread, PoolClosed, DeviceLost, ForkedPool: it is too late, or
-                this is the wrong thread, or its loop is closed.
-            WouldBlock: the bound of jobs in flight is reached.
-            InvalidRequest: the stream is capturing.
+            PartitionClosed, PoolClosed, DeviceLost, ForkedPool: The lease, its loop, its pool or
+                its device has ended.
+            WrongThread: This is not the thread of its loop.
+            WouldBlock: Too many jobs are in flight.
+            InvalidRequest: The stream is capturing.
         """
         executor = self.executor
         stream = executor.launch_stream
@@ -244,7 +245,7 @@ class Lease:
         self.check_capture()
 
     def check_open(self) -> None:
-        """Raise PartitionClosed if it has ended, WouldBlock while it waits at a checkpoint."""
+        """Raise PartitionClosed if it has ended, WouldBlock while it has no SMs."""
         if self.state is LeaseState.GAVE_WAY:
             raise WouldBlock(
                 "this partition has no SMs now: await its checkpoint, or leave its idle block first"
@@ -254,7 +255,7 @@ class Lease:
 
     @property
     def partition_name(self) -> str:
-        """What errors call the partition."""
+        """Return the name of the partition for error messages."""
         return f"the partition taken at {self.taken_at}" if self.taken_at else "this partition"
 
     def check_thread(self) -> None:
@@ -264,31 +265,31 @@ class Lease:
             raise wrong_thread()
 
     def check_loop(self) -> None:
-        """Raise PartitionClosed if its loop is closed: the next loop of the pool ends it."""
+        """Raise PartitionClosed if its loop is closed; the pool's next loop then ends it."""
         if self.poller.loop.is_closed:
             state = "closed, because its event loop is: enter a partition in the loop that uses it"
             raise PartitionClosed(self.partition_name, state)
 
     def check_pool(self) -> None:
-        """Raise PoolClosed, DeviceLost, ForkedPool or DeviceHung if the lease cannot be used."""
+        """Raise PoolClosed, DeviceLost, ForkedPool or DeviceHung if the lease is unusable."""
         self._listener.check()
         self.check_hang()
 
     def check_hang(self) -> None:
-        """Raise DeviceHung while work of its executor hangs."""
+        """Raise DeviceHung while its executor's work hangs."""
         if self.executor.hang is not None:
             raise self.executor.hang.of("")
 
     def check_room(self) -> None:
-        """Raise WouldBlock at the bound of jobs in flight."""
+        """Raise WouldBlock if too many jobs are in flight."""
         if not self.has_room(self.executor.launch_stream):
             raise WouldBlock("too many jobs are in flight: `await p.drain()` first")
 
     def check_capture(self) -> None:
-        """Refuse to submit into a capture: its ticket would be written when the graph runs.
+        """Refuse to submit into a capture, where the ticket would be written at the graph's launch.
 
         Raises:
-            InvalidRequest: the stream was given away, and is capturing.
+            InvalidRequest: A library's capture is open on the stream.
         """
         if self.stream_shared:
             handle = self.executor.launch_stream.stream.handle
@@ -296,13 +297,13 @@ class Lease:
                 raise InvalidRequest("the partition's stream is capturing: end the capture first")
 
     def has_room(self, stream: TicketedStream) -> bool:
-        """Whether one more job can be in flight on a stream."""
+        """Whether one more job may be in flight on a stream."""
         depth = self.executor.depth
         return (stream.issued - stream.word[0]) & MASK < depth or stream.is_idle
 
     @property
     def all_submitted(self) -> bool:
-        """Whether everything issued is submitted, so that new work can be submitted at once."""
+        """Whether all issued work is submitted, so that new work can be submitted at once."""
         stream = self.executor.launch_stream
         return stream.submitted == stream.issued
 
@@ -320,14 +321,14 @@ class Lease:
         """Submit one piece of work.
 
         Args:
-            what: describes the job in its `repr`.
-            step: gives the work to the driver, and returns the job's value. It is passed its
-                ticket. The submit thread calls it, with the primary context current, if it may
-                block or must wait its turn.
-            uses: the buffers that it uses.
-            may_block: see `step`.
-            on_copy_stream: use the stream for copies beside the launches, by the submit thread:
-                only buffers order it and launches.
+            what: Describes the job in its `repr`.
+            step: Called with the ticket; submits the work to the driver and returns the job's
+                value. If the work may block or must wait its turn, the submit thread calls it, with
+                the primary context current.
+            uses: The buffers that the work uses.
+            may_block: Whether `step` may block.
+            on_copy_stream: Use the copy stream, by the submit thread. Only buffers order its work
+                and the launches.
         """
         executor = self.executor
         stream = executor.launch_stream
@@ -357,13 +358,13 @@ class Lease:
         return job
 
     def submit_now(self, step: Callable[[], T], what: str, ticket: int) -> Job[T]:
-        """Submit on this thread. What the driver refuses is the job's failure.
+        """Submit on this thread. If the driver refuses, the job fails.
 
-        The ticket is the next one, or was issued just now. It is written whatever happens, or
-        everything after it would never be reached.
+        The ticket is the next one, or was issued just now. It is written even after a failure;
+        otherwise no later ticket would be reached.
 
         Raises:
-            DeviceLost: the device has failed.
+            DeviceLost: The device has failed.
         """
         executor = self.executor
         stream = executor.launch_stream
@@ -378,7 +379,7 @@ class Lease:
                 raise
             except Exception as error:
                 job._set_exception(error)
-            finally:  # `stream.mark`, without a call
+            finally:  # as `stream.mark`, inlined
                 stream.write(ticket & MASK)
                 stream.submitted = ticket
                 if stream.submit_waiters:
@@ -395,7 +396,7 @@ class Lease:
         return job
 
     def record(self, job: Job[Any]) -> None:
-        """Record that a job was submitted, and once it is done, that; and note its name."""
+        """Note the job's name, and record its submission and later its end."""
         executor, stream, recorder = self.executor, job._stream, self.recorder
         executor.recent_jobs.append((stream, job._ticket, job.name))
         if not recorder.watched:
@@ -418,13 +419,13 @@ class Lease:
         self.poller.when_reached(stream, job._ticket, done)
 
     def dependencies(self, stream: TicketedStream, uses: Uses) -> Dependencies:
-        """Find what must come before work on a stream. Raises as `find_dependencies`."""
+        """Return what must precede work on a stream. Raises as `find_dependencies`."""
         return find_dependencies(stream, uses, self.executor.copy_stream)
 
     def finish_later(self, job: Job[Any]) -> None:
-        """Have the host's part of a job done once the device is done, and before the lease closes.
+        """Have the host's work for a job done after the device's, before the lease closes.
 
-        Also where the loop has closed on which that would have happened.
+        This holds even if the loop that would have done it has closed.
         """
         self.reusable = False
         unfinished = self._unfinished
@@ -435,25 +436,25 @@ class Lease:
 
     @property
     def call_context(self) -> CallContext:
-        """What `current_call()` returns in the calls of this lease."""
+        """The value of `current_call()` in the calls of this lease."""
         found = self._call_context
         if found is None:
             found = self._call_context = self.context_on(self.executor.call_stream)
         return found
 
     def context_on(self, stream: TicketedStream) -> CallContext:
-        """Describe the lease and one of its streams to integrations."""
+        """Return a description of the lease and one of its streams, for integrations."""
         executor = self.executor
         simulated = not executor.driver.needs_binary
         return CallContext(stream.stream, self.ordinal, executor.sm_count, simulated)
 
     def expect_foreign_work(self) -> None:
-        """From here on libraries may have work on the green context that has no ticket."""
+        """Note that from now on libraries may have work without a ticket on the green context."""
         self.foreign_work = self.executor.calls.is_exposed = True
         self.reusable = False
 
     def share_stream(self) -> None:
-        """From here on libraries use the launch stream, and may capture on it."""
+        """Note that from now on libraries use the launch stream, and may capture on it."""
         self.expect_foreign_work()
         self.stream_shared = True
         self._update_fast_path()
@@ -463,7 +464,7 @@ class Lease:
     # -- work that hangs ---------------------------------------------------------------------------
 
     def hang_changed(self) -> None:
-        """Refuse work while its executor hangs, and wake the tasks that wait for its end then."""
+        """Refuse work while its executor hangs, and wake tasks that wait for the lease's end."""
         self._update_fast_path()
         for bound in self.bound_launches:
             bound.check_lease()
@@ -471,10 +472,10 @@ class Lease:
             self._wake_close_waiters()
 
     async def wait_for(self, stream: TicketedStream, ticket: int) -> None:
-        """Wait until a ticket is reached, or its device is lost.
+        """Wait until a ticket is reached or the device is lost.
 
         Raises:
-            DeviceHung: work of the executor hangs.
+            DeviceHung: Work of the executor hangs.
         """
         self.check_hang()
         await self.poller.wait(stream, ticket)
@@ -483,17 +484,17 @@ class Lease:
     # -- bound launches, which have no tickets -----------------------------------------------------
 
     def may_launch_bound(self) -> bool:
-        """Whether one more bound launch can be in flight; renews the budget if it can."""
+        """Whether one more bound launch may be in flight. Renews the budget if so."""
         if self.launch_budget == 0 and not self._budget_used:
             self.ticket_bound_launches()
             self._batches.append(self.executor.launch_stream.issued)
-            self._budget_used = True  # its batch is counted, and the next not yet allowed
+            self._budget_used = True  # this batch is counted, but the next is not allowed yet
         if self._budget_used and self._batches_in_flight() < MAX_BOUND_LAUNCHES // BATCH:
             self.launch_budget, self._budget_used = BATCH, False
         return self.launch_budget > 0
 
     async def wait_for_bound_launches(self) -> None:
-        """Wait until a bound launch can be submitted, or never can."""
+        """Wait until a bound launch can be submitted, or can never be."""
         stream = self.executor.launch_stream
         while not self.may_launch_bound() and not stream.health.is_over:
             await self.wait_for(stream, self._batches[0])
@@ -505,7 +506,7 @@ class Lease:
         return len(batches)
 
     def ticket_bound_launches(self) -> None:
-        """Write a ticket behind the bound launches that have none, if there are any."""
+        """Write a ticket after the bound launches without one, if there are any."""
         if not self.launches_without_ticket:
             return
         stream = self.executor.launch_stream
@@ -520,7 +521,7 @@ class Lease:
             self.executor.submit_deferred(lambda: None, job, self.poller)
 
     def close_bound_launches(self) -> None:
-        """Refuse further launches of what is bound: the lease ends, or the pool, or is cached."""
+        """Refuse further bound launches, because the lease or pool ends or the lease is cached."""
         for bound in self.bound_launches:
             bound.close()
         self.bound_launches.clear()
@@ -529,12 +530,12 @@ class Lease:
     # -- checkpoints -------------------------------------------------------------------------------
 
     async def wait_idle(self) -> None:
-        """Wait until none of its work runs or is queued, also what is submitted meanwhile.
+        """Wait until all its work is done, including work submitted meanwhile.
 
-        A cancellation changes nothing. Stops where another task ends the lease or moves it.
+        A cancellation changes nothing. Returns if another task ends or moves the lease.
 
         Raises:
-            DeviceHung: its work hangs.
+            DeviceHung: Work of the lease hangs.
         """
         executor, stream = self.executor, self.executor.launch_stream
         while not stream.health.is_over and self._has(executor):
@@ -545,7 +546,7 @@ class Lease:
                     await self.wait_for(one, last)
             if not self._has(executor):
                 return
-            # Not in `move_to`, under the pool's lock: these call progress callbacks.
+            # Not in `move_to`, under the pool's lock, because this calls progress callbacks.
             for job in tuple(self._unfinished):
                 job._finalize()
             last = stream.issued
@@ -556,7 +557,7 @@ class Lease:
                 return
 
     def has_no_work(self) -> bool:
-        """Whether `wait_idle` has nothing to wait for, which a checkpoint finds as a rule."""
+        """Whether `wait_idle` has nothing to wait for, the usual case at a checkpoint."""
         executor = self.executor
         launches, copies = executor.launch_stream, executor.copy_stream
         return (
@@ -568,18 +569,18 @@ class Lease:
         )
 
     def _may_have_foreign_work(self) -> bool:
-        """Whether libraries may have work on the green context that has no ticket.
+        """Whether libraries may have work without a ticket on the green context.
 
-        Calls that have waited for all their work have left nothing to wait for.
+        Calls that waited for all their work leave none.
         """
         return self.foreign_work or (self.has_called and not self.executor.calls.left_nothing())
 
     def _has(self, executor: Executor) -> bool:
-        """Whether work may still be submitted here, on this executor."""
+        """Whether the lease is open and still uses this executor."""
         return self.executor is executor and self.state is LeaseState.OPEN
 
     def _ticket_whole_context(self) -> Job[None]:
-        """Submit a job that is done once the green context is, with the work of libraries on it."""
+        """Submit a job that is done once all work of the green context is, libraries' included."""
         stream = self.executor.launch_stream
         job: Job[None] = Job(stream, stream.issue(), "checkpoint", self)
         self.poller.watch(stream)
@@ -587,34 +588,35 @@ class Lease:
         return job
 
     def move_bound_launches(self, before: Executor) -> None:
-        """Have its bound launches follow from the executor that it had."""
+        """Move the bound launches from the lease's previous executor."""
         for bound in self.bound_launches:
             bound.move()
         before.launch_stream.release_kept()
 
     def give_way(self) -> None:
-        """Submit nothing until it has an executor again; it has no work on the one it had."""
+        """Submit nothing until the next grant. The previous executor has no work left."""
         self.state = LeaseState.GAVE_WAY
         self._update_fast_path()
         for bound in self.bound_launches:
             bound.pause()
 
     def check_waiting(self) -> None:
-        """Raise PartitionClosed if it has ended since it gave way."""
+        """Raise PartitionClosed if the lease has ended since it gave way."""
         if self.state is not LeaseState.GAVE_WAY:
             raise PartitionClosed(self.partition_name)
 
     def go_on(self, grant: Grant, executor: Executor) -> None:
-        """Have SMs again; `move_bound_launches` follows."""
+        """Use newly granted SMs. The caller then calls `move_bound_launches`."""
         self.grant, self.state = grant, LeaseState.OPEN
         self.move_to(executor)
 
-    # -- its end -----------------------------------------------------------------------------------
+    # -- the end of the lease
+    # ------------------------------------------------------------------------
 
     def leave(self) -> bool:
-        """Close what was bound if none of its work is left; return whether none is left.
+        """Say whether all work is done; if so, close the bound launches.
 
-        The caller then caches the lease, or closes it by `close`.
+        The caller then caches the lease or calls `close`.
         """
         stream = self.executor.launch_stream
         issued = stream.issued
@@ -630,36 +632,36 @@ class Lease:
             return False
         self.has_called = False
         if self.bound_launches:
-            if self.launches_without_ticket:  # those behind the last ticket may still run
+            if self.launches_without_ticket:  # launches after the last ticket may still run
                 return False
             self.close_bound_launches()
-            stream.release_kept()  # the arguments of what was bound, which is done
+            stream.release_kept()  # the arguments of bound launches, which are done
         return True
 
     def reclaimed(self) -> None:
-        """Close it where it is cached, and the scheduler has reclaimed its cells."""
+        """Close a cached lease whose cells the scheduler has reclaimed."""
         self.state = LeaseState.CLOSED
         self.fast_path_ok = False
 
     @property
     def abandonment(self) -> Abandonment:
-        """What ends its work's waits for the compiler."""
+        """The object that ends waits for the compiler."""
         if self._abandonment is None:
             self._abandonment = Abandonment()
         return self._abandonment
 
     def abandon_compilations(self) -> None:
-        """Fail the jobs that wait for the compiler: they are not needed, and would hold cells."""
+        """Fail jobs that wait for the compiler: they are not needed, and would hold cells."""
         if self._abandonment is not None:
             self._abandonment.set()
 
     def abandon(self) -> None:
-        """End it, and its work's waits for the compiler. Does not wait."""
+        """End the lease and its waits for the compiler. Does not wait."""
         self.abandon_compilations()
         self.end()
 
     def end(self) -> None:
-        """Submit nothing more; the cells become free when the work is done. Does not wait."""
+        """End the lease. Its cells become free when its work is done. Does not wait."""
         if self.state is LeaseState.GAVE_WAY:
             self.close_bound_launches()
             self.close()
@@ -684,7 +686,7 @@ class Lease:
             self._listener.lease_draining(self)
 
     def close(self) -> None:
-        """Close it: none of its work is left, or its device or pool has ended. Idempotent."""
+        """Close the lease: its work is done, or its device or pool has ended. Idempotent."""
         if self.state is LeaseState.CLOSED:
             return
         self.state = LeaseState.CLOSED
@@ -694,10 +696,10 @@ class Lease:
             stream.release_kept()
         for job in self._unfinished:
             job._finalize()
-        self._unfinished.clear()  # they refer to the lease: it would be a cycle
+        self._unfinished.clear()  # the jobs refer to the lease, which would be a cycle
         self._drain = None  # it refers to the lease, too
         try:
-            self._listener.lease_closed(self)  # may raise an interrupt that a policy met
+            self._listener.lease_closed(self)  # may raise an interrupt caught in a policy
         finally:
             self._wake_close_waiters()
 
@@ -707,10 +709,10 @@ class Lease:
             self.poller.loop.wake(waiter)
 
     async def wait_closed(self) -> None:
-        """Wait until all its work is done. A cancellation stops the waiting only.
+        """Wait until all its work is done. A cancellation stops only the waiting.
 
         Raises:
-            DeviceHung: its work hangs.
+            DeviceHung: Work of the lease hangs.
         """
         while self.state is not LeaseState.CLOSED:
             self.check_hang()
@@ -719,9 +721,9 @@ class Lease:
             await waiter
 
     def take_over(self, poller: CompletionPoller) -> None:
-        """Have another loop poll it: its own has closed. An open lease ends."""
+        """Have another loop poll the lease, because its loop has closed. An open lease ends."""
         self.poller = poller
-        self._close_waiters.clear()  # tasks of the closed loop, which do not go on
+        self._close_waiters.clear()  # tasks of the closed loop, which never resume
         if self.state is LeaseState.OPEN:
             logger.warning("a loop closed while it held %r: the lease ends", self.executor)
             self.abandon()
@@ -731,18 +733,18 @@ class Lease:
             self._drain.take_over(poller)
 
     def pool_closed(self) -> None:
-        """Wait for nothing any more if it has ended; an open lease may still end.
+        """Stop all waits of an ended lease; an open lease may still end.
 
-        What it waited for may be a call that never returns.
+        A call of its work may never return.
         """
         if self.state is not LeaseState.OPEN:
             self.close()
 
     @property
     def unretrieved_error(self) -> BaseException | None:
-        """The first failure of a job that was not retrieved."""
+        """The first failure of a job that was not retrieved, or None."""
         errors = [job._unretrieved_error for job in tuple(self.failed)]
         for ticket, error in tuple(self.executor.launch_stream.launch_errors):
-            if ticket > self._first_ticket:  # the others are of earlier leases
+            if ticket > self._first_ticket:  # other tickets belong to earlier leases
                 errors.append(error)
         return next((error for error in errors if error is not None), None)

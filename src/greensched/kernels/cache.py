@@ -4,14 +4,14 @@
    line information), the text that the compiler's preprocessor makes of them, options in their
    order, architecture, NVRTC's version, and the version of this file format. NVRTC's output is
    deterministic (measured, 13.5), so a cached cubin equals a new one.
-2. The text has the headers in it, so a changed header changes the key. A cubin is kept if the text
-   is the same after the compilation as before. Where NVRTC does not tell the text, nothing is kept.
+2. The preprocessed text includes the headers, so a changed header changes the key. A cubin is kept
+   only if that text is the same before and after compiling, and not at all if NVRTC lacks it.
 3. An unusable disk never fails a compilation: without a home, space or permission the cache is in
-   memory only. A directory that other users can write to, or replace, is refused, because a cubin
-   is code; directories and files are created for the user alone, whatever the umask.
-4. A file carries the SHA-256 of its key and content; one that does not match, is no plain file or
-   may be written by others is replaced. Files are written under a temporary name and renamed, so
-   that no reader sees a partial one.
+   memory only. A directory that other users can write to or replace is refused, because a cubin
+   is code. Directories and files are private to the user, whatever the umask.
+4. A file carries the SHA-256 of its key and content. A file that does not match, is not a plain
+   file or may be written by others is replaced. Files are written under a temporary name and
+   renamed, so that no reader sees a partial one.
 
 The directory is `$GREENSCHED_CACHE_DIR`, else `$XDG_CACHE_HOME/greensched`, else
 `~/.cache/greensched`. Nothing is ever removed from it; users may delete it at any time.
@@ -51,15 +51,15 @@ def compiled(
 ) -> bytes:
     """Return the cubin of a CUDA source, compiled at most once.
 
-    Blocks: in NVRTC (5 ms to know what it would compile, 25 ms and more to compile), on the disk.
-    In a sandbox 0.3 s and more (`sandbox.compile`), once for a source and the installed headers.
+    Blocks: NVRTC takes 5 ms to preprocess and 25 ms or more to compile, and the disk its time. A
+    sandbox takes 0.3 s or more (`sandbox.compile`), once for a source and the installed headers.
 
     Raises:
         CompileFailed: NVRTC refused the source, or the source includes files from outside its
             folders of headers; nothing is cached.
-        DriverUnavailable: there is no NVRTC. It is needed even if the cubin is on disk, because the
-            key has its version.
-        InvalidRequest, NotSupported: as `sandbox.compile`.
+        DriverUnavailable: There is no NVRTC. It is needed even if the cubin is on disk, because its
+            version is part of the key.
+        InvalidRequest, NotSupported: As for `sandbox.compile`.
     """
     # Imported here because `import greensched` must not load cuda.bindings or NVRTC.
     from greensched.driver import nvrtc
@@ -93,7 +93,7 @@ def compiled(
 
 
 class _NotKept(Exception):
-    """A cubin that is not to be cached: what it was compiled from is not known."""
+    """Carries a cubin that must not be cached, because its preprocessed text is unknown."""
 
     def __init__(self, binary: bytes) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def _danger(status: os.stat_result) -> str:
 
 
 def _danger_above(directory: Path) -> str:
-    """Return which directory above lets every user replace this one; the sticky bit prevents it."""
+    """Say which parent lets every user replace this directory; the sticky bit prevents that."""
     for path in directory.parents:
         mode = path.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -275,13 +275,13 @@ def _read_own(path: Path) -> bytes:
     """Return the content of a plain file that only this user can write.
 
     Raises:
-        OSError: it is none. A FIFO is not waited for, and a link is not followed.
+        OSError: It is not such a file. A FIFO is not waited for, and a link is not followed.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(file, "rb") as opened:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or _danger(status):
-            raise OSError(f"{path} is no plain file of this user's own")
+            raise OSError(f"{path} is not a plain file that this user owns")
         return opened.read()
 
 

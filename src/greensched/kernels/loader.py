@@ -5,7 +5,7 @@ compiles and loads the kernel and compares its parameters with the code: a launc
 bytes of each argument as the *code* says, so a wrong parameter would read other memory.
 
 A kernel has one handle per device, but each context loads its code separately, and its first launch
-there may block. A user of several contexts calls `load` in each, and remembers in which it did.
+there may block. So a user of several contexts calls `load` in each of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from greensched.errors import ArgumentMismatch, Closed, PartitionClosed
 from greensched.kernels.program import Kernel, Program
 from greensched.typing import DeviceFacts, Limit, Parameter
 
-#: Seconds between announcing a first use and beginning it: a thread that checked `first_uses` just
-#: before has finished its driver call by then. A call takes microseconds
+#: Seconds between announcing a first use and beginning it. A thread that read `first_uses` just
+#: before the announcement has finished its driver call by then: a call takes microseconds
 #: (docs/internals/completion.md, "Calls that wait").
 ANNOUNCE_S = 1e-3
 
 
 class Abandonment:
-    """Ends the waits for compilations whose result a partition no longer needs. Thread-safe."""
+    """Ends waits for compilations that a partition no longer needs. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Abandonment:
         self._awaited: set[Future[bytes]] = set()
 
     def set(self) -> None:
-        """End the waits, and those that begin later. Does not wait."""
+        """End all waits, present and future. Does not wait."""
         with self._lock:
             self._is_set = True
             awaited, self._awaited = self._awaited, set()
@@ -47,11 +47,11 @@ class Abandonment:
             future.cancel()
 
     def run(self, function: Callable[[], bytes], driver: Driver) -> bytes:
-        """Call a function on a thread of its own, and wait until it returns, or for `set`.
+        """Call a function on a new thread, and wait for its end or for `set`.
 
         Raises:
-            PartitionClosed: `set` was called first. The function goes on.
-            Exception: what the function raised.
+            PartitionClosed: `set` was called first. The function continues.
+            Exception: The function raised it.
         """
         future: Future[bytes] = Future()
         with self._lock:
@@ -69,7 +69,7 @@ class Abandonment:
 
 
 def _resolve(future: Future[bytes], function: Callable[[], bytes]) -> None:
-    """Give a function's result to a future, unless that was cancelled meanwhile."""
+    """Set a future's result by calling a function, unless the future was cancelled."""
     try:
         binary = function()
     except BaseException as error:
@@ -83,18 +83,18 @@ def _resolve(future: Future[bytes], function: Callable[[], bytes]) -> None:
 class Loader:
     """Compiles and loads each kernel of one device once. Thread-safe.
 
-    It loads one library per program, which stays until `close`, and keeps its kernels alive.
+    Each program becomes one library, which stays loaded until `close` and keeps its kernels alive.
     """
 
     def __init__(self, driver: Driver, facts: DeviceFacts) -> None:
-        #: An element for each first use in progress. It waits until the device is idle, and until
-        #: then the driver delays every launch, copy and record on the device
-        #: (docs/measurements/h200-580/first-use-holds.json): no event loop may make one meanwhile.
+        #: One entry for each first use in progress. A first use waits until the device is idle, and
+        #: until then the driver delays every launch, copy and record on it, so no event loop may
+        #: make one (docs/measurements/h200-580/first-use-holds.json).
         self.first_uses: list[None] = []
         self._driver = driver
         self._facts = facts
         self._lock = threading.Lock()
-        #: The most local memory per thread that a loaded kernel needs.
+        #: The most local memory per thread that any loaded kernel needs.
         self._local_bytes = 0
         self._libraries: dict[Program, LibraryHandle] = {}
         self._handles: dict[Kernel, KernelHandle] = {}
@@ -107,18 +107,18 @@ class Loader:
     def load(self, kernel: Kernel, abandonment: Abandonment | None = None) -> KernelHandle:
         """Compile and load a kernel if necessary, and return its handle. Blocks.
 
-        The calling thread needs a current context of the device. The kernel is loaded in that
-        context and local memory is sized for it, so that a launch there does not block. An
-        abandonment ends the wait for the compiler, which goes on for the cache.
+        A context of the device must be current on the thread. The kernel is loaded in that context
+        and local memory is sized for it, so that no launch there blocks. An abandonment ends the
+        wait for the compiler, which continues, for the cache.
 
         Raises:
-            CompileFailed: its source does not compile.
-            DriverUnavailable: it must be compiled, but there is no NVRTC.
-            NotSupported: it is a cubin for another architecture.
-            ArgumentMismatch: its parameters differ from those of the code.
-            CUDAError: the driver refused the code, or the code has no such kernel.
-            Closed: the loader is closed.
-            PartitionClosed: abandoned before it was compiled.
+            CompileFailed: The kernel's source does not compile.
+            DriverUnavailable: The source must be compiled, but there is no NVRTC.
+            NotSupported: The program is a cubin for another architecture.
+            ArgumentMismatch: The kernel's parameters differ from the code's.
+            CUDAError: The driver refused the code, or the code has no such kernel.
+            Closed: The loader is closed.
+            PartitionClosed: The abandonment came before the end of the compilation.
         """
         handle = self._handles.get(kernel)
         if handle is None:
@@ -128,10 +128,10 @@ class Loader:
         return handle
 
     def close(self) -> None:
-        """Unload all libraries, the last loaded first. Blocks. Idempotent.
+        """Unload all libraries in reverse order of loading. Blocks. Idempotent.
 
         Raises:
-            CUDAError: the first failure, with later ones as notes. Every library was tried.
+            CUDAError: The first failure; later ones are its notes. Every library was tried.
         """
         with self._lock:
             self._closed = True
@@ -165,23 +165,23 @@ class Loader:
             self.first_uses.pop()
 
     def _size_local_memory(self, handle: KernelHandle) -> None:
-        """Grow local memory if a kernel needs more; otherwise its launch would wait for that.
+        """Grow local memory now if a kernel needs more, so that no launch waits for it.
 
-        The stack limit determines it; the driver would raise that at the launch. Source: CUDA
+        The stack limit sets it; otherwise the driver raises it at the launch. Source: CUDA
         driver API, cuCtxSetLimit, CU_LIMIT_STACK_SIZE.
         """
         needed = self._driver.kernel_limits(handle, self._facts.ordinal).local_bytes
         with self._lock:
             self._local_bytes = max(self._local_bytes, needed)
         # Not under the lock, because these calls may wait. The loop repeats if another thread needs
-        # more by now. Each size is set once: a driver may set less (cuCtxSetLimit clamps).
+        # more meanwhile. Each size is set once: a driver may set less (cuCtxSetLimit clamps).
         size_set = 0
         while self._driver.limit(Limit.STACK) < (most := self._local_bytes) > size_set:
             self._driver.set_limit(Limit.STACK, most)
             size_set = most
 
     def _binary(self, program: Program, abandonment: Abandonment | None) -> bytes:
-        """Return the cubin; not under the lock, so that other kernels can be loaded meanwhile."""
+        """Return the cubin. Takes no lock, so that other kernels can be loaded meanwhile."""
         if not self._driver.needs_binary or program in self._libraries:
             return b""
         compile_program = partial(program.compile, self._facts.arch)
@@ -197,7 +197,7 @@ class Loader:
 
 
 def _check_layout(kernel: Kernel, layout: tuple[tuple[int, int], ...]) -> None:
-    """Compare the parameters with the (offset, size) of each in the code."""
+    """Compare the parameters with those of the code, each an (offset, size)."""
     parameters = kernel.parameters
     if len(parameters) != len(layout):
         raise ArgumentMismatch(

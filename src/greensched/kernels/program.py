@@ -1,7 +1,7 @@
 """`Program` and `Kernel`: CUDA source or a cubin, and the kernels in it.
 
-A program is compiled when a device first needs it (`loader`), with the cache. A kernel has a name
-and parameters; to run on the simulated driver it also needs a reference in numpy, and a cost.
+A program is compiled when a device first needs it (`loader`), and cached. A kernel has a name
+and parameters. On the simulated driver it also needs a numpy reference and a cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Reference)
 C = TypeVar("C", bound=CostModel)
 
-#: The dtype codes of numpy, which is not loaded yet.
+#: numpy's dtype codes; numpy is not loaded yet.
 _DTYPE = re.compile(r"b1|[iu][1248]|f[248]|c(?:8|16)|V[1-9]\d*")
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
 
@@ -32,20 +32,20 @@ class Program:
     """CUDA source, and the kernels that it defines. Immutable.
 
     Only `Program.compile`, or a GPU that first needs a kernel, compiles the source. The simulated
-    driver never does, so an error in the source does not show there.
+    driver never compiles it, so it finds no error in it.
 
     Args:
         source: CUDA C++; its kernels are `extern "C" __global__ void name(...)`.
         name: the name of the source in compiler messages.
         options: options of NVRTC, such as `("--use_fast_math",)`. The device decides the
             architecture.
-        compile: `"trusted"`: in this process. `"sandbox"`: for source of strangers; in a process of
-            its own that can only read CUDA's headers, within limits (`kernels.sandbox`). It needs
-            Landlock and seccomp of Linux.
+        compile: `"trusted"` compiles in this process. `"sandbox"` is for untrusted source: a
+            separate process with limits, which can read only CUDA's headers (`kernels.sandbox`). It
+            needs Linux's Landlock and seccomp.
 
     Raises:
-        InvalidRequest: `options` is a single string, `compile` is neither, or a sandbox does not
-            take the source, the name or an option.
+        InvalidRequest: `options` is a string, `compile` is invalid, or a sandbox refuses the
+            source, the name or an option.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Program:
         parameters: Mapping[str, Sequence[Parameter]],
         name: str = "program.cubin",
     ) -> Program:
-        """Create a program from a cubin that nvcc, say, compiled for one architecture.
+        """Create a program from a cubin, compiled by nvcc, for example, for one architecture.
 
         Args:
             binary: the bytes of the cubin.
@@ -98,16 +98,16 @@ class Program:
         return f"<Program {self._name!r}: {', '.join(self.kernel_names) or 'no kernels'}>"
 
     def kernel(self, name: str, *, parameters: Sequence[Parameter] | None = None) -> Kernel:
-        """Return a kernel of the program, the same object for the same name. Never blocks.
+        """Return a kernel of the program, always the same object for a name. Never blocks.
 
         Args:
             name: its name in the code: with C linkage, or mangled.
-            parameters: None: read from the source. Required if they cannot be read there (macros,
-                templates, structs as parameters).
+            parameters: None: read them from the source. Required if they cannot be read there
+                (macros, templates, structs as parameters).
 
         Raises:
-            InvalidRequest: the source has no such kernel, its parameters cannot be read, or
-                `parameters` differ from those of an earlier call.
+            InvalidRequest: The source has no such kernel, its parameters cannot be read, or an
+                earlier call gave other `parameters`.
         """
         known = self._kernels.get(name)
         if known is None:
@@ -127,9 +127,9 @@ class Program:
         measured; in a sandbox 0.3 s or more).
 
         Raises:
-            CompileFailed: the source does not compile, or not within the limits of a sandbox.
-            DriverUnavailable: there is no NVRTC.
-            NotSupported: this kernel of Linux cannot restrict a process.
+            CompileFailed: The source does not compile, or exceeds a sandbox's limits.
+            DriverUnavailable: There is no NVRTC.
+            NotSupported: The Linux kernel cannot restrict a process.
         """
         return cache.compiled(
             self._source,
@@ -189,13 +189,13 @@ class Kernel:
         return f"<Kernel {self.name}({shown}) of {self._program.name!r}>"
 
     def reference(self, function: R) -> R:
-        """Attach what the kernel computes, in numpy: `function(launch, *arguments)`.
+        """Attach what computes the result in numpy: `function(launch, *arguments)`.
 
-        Pointers are 1-D arrays to the end of their allocation, scalars are numpy scalars; the
-        function writes into the arrays. `launch` is a `LaunchFacts`. Return the function.
+        It gets pointers as 1-D arrays to the end of their allocation and scalars as numpy scalars,
+        and writes into the arrays. `launch` is a `LaunchFacts`. Returns the function unchanged.
 
         Raises:
-            InvalidRequest: the kernel has a reference, or the function takes other parameters.
+            InvalidRequest: The kernel has a reference, or the function takes other parameters.
         """
         if self._spec.reference is not None:
             raise InvalidRequest(f"{self!r} already has a reference")
@@ -204,13 +204,13 @@ class Kernel:
         return function
 
     def cost(self, function: C) -> C:
-        """Attach what the kernel costs: `function(launch, *arguments) -> Cost`.
+        """Attach a function that returns the kernel's cost: `function(launch, *arguments) -> Cost`.
 
-        It receives the arguments of the reference before that runs, and must not change them.
-        Return the function unchanged.
+        It is called before the reference with the same arguments, and must not change them. Returns
+        the function unchanged.
 
         Raises:
-            InvalidRequest: the kernel has a cost, or the function takes other parameters.
+            InvalidRequest: The kernel has a cost, or the function takes other parameters.
         """
         if self._spec.cost is not None:
             raise InvalidRequest(f"{self!r} already has a cost")
@@ -290,8 +290,8 @@ def _checked(kernel: str, parameters: Sequence[Parameter]) -> tuple[Parameter, .
 def _runs_on(cubin: str, device: str) -> bool:
     """Return whether a cubin for one architecture runs on another.
 
-    Source: CUDA C++ programming guide, "Binary compatibility": the same major revision and a minor
-    one at least as new, unless it is architecture-specific (`sm_90a`).
+    Source: CUDA C++ programming guide, "Binary compatibility". The major revisions must be equal
+    and the device's minor revision no older, unless the cubin is architecture-specific (`sm_90a`).
     """
     major, minor, feature = _split_arch(cubin)
     device_major, device_minor, _ = _split_arch(device)

@@ -1,8 +1,8 @@
-"""Compile source of strangers: each in a process of its own, which can only read CUDA's headers.
+"""Compile untrusted source, each in a separate process that can read only CUDA's headers.
 
-The process (`sandbox_worker`) is started for one source, has its rights taken before it reads it,
-and is killed when its time is over. Its answer is a cubin or a message. Where the kernel of the
-operating system cannot restrict it, nothing is compiled.
+A process (`sandbox_worker`) is started for each source, gives up its rights before it reads the
+source, and is killed at a time limit. It answers with a cubin or a message. If the Linux kernel
+cannot restrict it, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from greensched.kernels import sandbox_worker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Seconds of one compilation; of processor time; and bytes of address space. To start the process
-#: and to compile a small kernel takes 0.3 to 0.5 s in all (measured, NVRTC 13.4).
+#: Limits of one compilation: seconds, seconds of processor time, bytes of address space. Starting
+#: the process and compiling a small kernel takes 0.3 to 0.5 s in all (measured, NVRTC 13.4).
 TIME_LIMIT_S, CPU_SECONDS, MEMORY_BYTES = 15.0, 10, 2 << 30
 #: The longest source that is compiled.
 MOST_SOURCE_BYTES = 4 << 20
 #: Characters of a log that are kept.
 MOST_LOG = 64 * 1024
-#: Compilations at a time; others wait.
+#: Compilations at a time; further ones wait.
 AT_ONCE = min(4, os.cpu_count() or 1)
 
 #: Options of NVRTC that read and write no file and name no folder. Source: NVRTC user guide,
@@ -57,11 +57,10 @@ _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
 def check(source: str, name: str, options: Sequence[str]) -> None:
-    """Refuse what a sandbox does not take.
+    """Refuse options, names and sources that a sandbox does not accept.
 
     Raises:
-        InvalidRequest: an option that is not allowed, a name with a folder, or a source that is
-            too long.
+        InvalidRequest: An option is not allowed, the name has a folder, or the source is too long.
     """
     for option in options:
         if not ALLOWED.fullmatch(option):
@@ -82,17 +81,17 @@ def check(source: str, name: str, options: Sequence[str]) -> None:
 def compile(  # noqa: A001 - used as sandbox.compile(...)
     source: str, *, name: str, arch: str, options: Sequence[str] = ()
 ) -> bytes:
-    """Compile CUDA source in a process of its own. Blocks, 0.3 s at least, at most `TIME_LIMIT_S`.
+    """Compile CUDA source in a separate process. Blocks for 0.3 s to `TIME_LIMIT_S`.
 
     Returns:
-        A cubin, as `nvrtc.compile`.
+        A cubin, as from `nvrtc.compile`.
 
     Raises:
-        CompileFailed: with the compiler's log, without paths of this machine; or the limit on
-            time, memory or size that was exceeded.
+        CompileFailed: Carries the compiler's log, without paths of this machine, or names the
+            exceeded limit on time, memory or size.
         DriverUnavailable: NVRTC is not installed.
-        InvalidRequest: as `check`, or `arch` is no real architecture.
-        NotSupported: this kernel of Linux cannot restrict a process (Landlock, seccomp).
+        InvalidRequest: As for `check`, or `arch` is not a real architecture.
+        NotSupported: The Linux kernel cannot restrict a process (Landlock, seccomp).
     """
     check(source, name, options)
     if not _ARCH.fullmatch(arch):
@@ -120,7 +119,7 @@ def _run(
     cpu_seconds: int = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> tuple[int | None, bytes]:
-    """Run the process; return its exit status, None if its time was over, and its answer."""
+    """Run the process; return its exit status (None after the time limit) and its answer."""
     limits = str(cpu_seconds), str(memory_bytes)
     with subprocess.Popen(
         [sys.executable, "-I", sandbox_worker.__file__, json.dumps(sys.path), *limits],
@@ -145,7 +144,7 @@ def _run(
 def headers() -> str:
     """Return a digest of the files that a source can include; read once per process.
 
-    Files count by name, size and time of change.
+    A file is identified by its name, size and time of change.
     """
     from greensched.driver import nvrtc
 
@@ -159,13 +158,13 @@ def headers() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return what the loader of libraries and cuda-pathfinder need, and nothing else."""
+    """Return only what the library loader and cuda-pathfinder need."""
     kept = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
     return {name: os.environ[name] for name in kept if name in os.environ}
 
 
 def _redacted(log: str) -> str:
-    """Return a log, cut, without the folders of the headers and without which files exist."""
+    """Return a log cut to size, without the headers' folders and hints at which files exist."""
     from greensched.driver import nvrtc
 
     for folder in sorted(nvrtc.header_folders(), key=len, reverse=True):

@@ -1,15 +1,15 @@
-"""The process that compiles one source for `kernels.sandbox`, and can do nothing else.
+"""The process that compiles one source for `kernels.sandbox` and can do nothing else.
 
-It is run by path, with the search path of modules and its limits as arguments. It loads NVRTC,
-gives up every right but to read CUDA's headers, and only then reads the source from its standard
-input. What it writes to its standard output is a byte for the outcome, then the cubin or a message.
+It is run by its path; the module search path and the limits are arguments. It loads NVRTC,
+gives up every right except to read CUDA's headers, and only then reads the source from standard
+input. It writes to standard output one byte for the outcome, then the cubin or a message.
 
-What it gives up, on Linux:
+On Linux it gives up:
 
-- files, other than reading below the headers: Landlock (kernel 5.13);
-- the network, other programs, signals to other processes and tracing them: seccomp. Its filter also
-  refuses `io_uring`, which would go round it;
-- time, memory, written files and dumps: resource limits.
+- files, except reading below the headers: Landlock (kernel 5.13); - the network, other programs,
+and signals to or tracing of other processes: seccomp. The filter also
+  refuses `io_uring`, which would bypass it;
+- unlimited time, memory, written files and dumps: resource limits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import sys
 #: The first byte of the answer.
 CUBIN, FAILED, UNAVAILABLE, NO_COMPILER = (bytes([code]) for code in b"CFUN")
 
-#: Source: linux/landlock.h. The system calls have the same numbers on every architecture.
+#: Source: linux/landlock.h. These system calls have the same numbers on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = _PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-#: The rights over files and over TCP that each version of Landlock knows, all of which are denied.
+#: How many rights over files and TCP each version of Landlock knows. All of them are denied.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _TCP_RIGHTS, _TCP_VERSION = 2, 4
 
-#: Numbers of system calls that fail. Source: asm/unistd_64.h, asm-generic/unistd.h.
+#: Numbers of the denied system calls. Source: asm/unistd_64.h, asm-generic/unistd.h.
 _DENIED = {
     "x86_64": {
         "socket": 41, "connect": 42, "bind": 49, "socketpair": 53, "fork": 57, "vfork": 58,
@@ -59,7 +59,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
-    """Bound processor time, address space, open files, and the size of what is written."""
+    """Limit processor time, address space, open files, and the size of written files."""
     for what, most in {
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_AS: memory_bytes,
@@ -73,10 +73,10 @@ def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def restrict_files(readable: list[str]) -> None:
-    """Deny all files but those below some folders, which may be read.
+    """Deny all files except for reading below some folders.
 
     Raises:
-        OSError: the kernel has no Landlock.
+        OSError: The kernel has no Landlock.
     """
     version = _syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)
     files = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
@@ -93,10 +93,10 @@ def restrict_files(readable: list[str]) -> None:
 
 
 def restrict_calls() -> None:
-    """Let some system calls fail.
+    """Make the denied system calls fail.
 
     Raises:
-        OSError: the kernel has no seccomp, or its numbers on this architecture are not known.
+        OSError: The kernel has no seccomp, or this architecture's numbers are unknown.
     """
     machine = platform.machine()
     if machine not in _DENIED:
@@ -135,10 +135,10 @@ def _error(what: str) -> OSError:
 
 
 def restrict(readable: list[str], cpu_seconds: int, memory_bytes: int) -> None:
-    """Give up every right but to read below some folders, within limits.
+    """Give up every right except to read below some folders, within limits.
 
     Raises:
-        OSError: the kernel cannot restrict the process.
+        OSError: The kernel cannot restrict the process.
     """
     limit_resources(cpu_seconds, memory_bytes)
     if _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
@@ -148,14 +148,14 @@ def restrict(readable: list[str], cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def main(path: str, cpu_seconds: str, memory_bytes: str) -> None:
-    """Compile the source of the standard input."""
+    """Compile the source from standard input."""
     sys.path[:] = json.loads(path)
     from greensched.driver import nvrtc
     from greensched.errors import CompileFailed, DriverUnavailable
 
     answer = sys.stdout.buffer
     try:
-        # These load the parts of NVRTC and of Python that an answer or an error needs.
+        # This loads the parts of NVRTC and Python that an answer or an error needs.
         folders = list(nvrtc.header_folders())
         warm_up(nvrtc, CompileFailed)
     except DriverUnavailable as missing:
@@ -180,7 +180,7 @@ def main(path: str, cpu_seconds: str, memory_bytes: str) -> None:
 
 
 def warm_up(nvrtc: object, failed: type[Exception]) -> None:
-    """Compile a source, and one with an error."""
+    """Compile a valid source, and one with an error."""
     for source in ("", "error"):
         try:
             nvrtc.compile(source, name="empty.cu", arch="sm_90")  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Read kernel signatures from CUDA source.
 
-This is not a C++ parser. It recognises kernels whose parameters are scalars and pointers, and
-refuses anything else, for which the caller must pass the parameters: a wrong guess would be a
-wrong address on a GPU.
+This is not a C++ parser. It recognises kernels whose parameters are scalars and pointers. For
+any other kernel the caller must pass the parameters, because a wrong guess would be a wrong
+address on a GPU.
 
 1. Comments, literals and preprocessor lines are removed first (`_tokens`), so every branch of an
    `#if` is read. Macros are not expanded.
@@ -60,7 +60,7 @@ _QUALIFIERS = {
     *("__grid_constant__", "std", "cuda", "::"),
 }
 
-#: What is left open ends with its line or with the source, so that no character is read twice.
+#: An unclosed comment or literal ends with its line or the source: no character is read twice.
 _TOKEN = re.compile(
     r"""
       (?P<skip>    \s++ | \\\r?\n | //(?:\\\r?\n|[^\n])*+ | /\*.*?(?:\*/|\Z) )
@@ -95,7 +95,7 @@ class _Definition:
 class Signatures:
     """The kernels that a CUDA source defines, and their parameters.
 
-    Reading never blocks, and takes time in proportion to the source, whatever it holds.
+    Reading never blocks, and takes time proportional to the source's length, whatever its content.
     """
 
     def __init__(self, source: str) -> None:
@@ -114,7 +114,7 @@ class Signatures:
         """Return the parameters of one kernel.
 
         Raises:
-            InvalidRequest: the source does not define the kernel, defines it without C linkage or
+            InvalidRequest: The source does not define the kernel, defines it without C linkage or
                 in two ways, or a parameter is not a scalar or a pointer of a known type.
         """
         found = self._definitions.get(kernel)
@@ -146,7 +146,7 @@ class Signatures:
         return (
             f"kernel {kernel!r} is not in the source (kernels there: "
             f"{', '.join(self.names) or 'none'}). A kernel is defined as "
-            f'extern "C" __global__ void {kernel}(...); where a macro or a template defines it, '
+            f'extern "C" __global__ void {kernel}(...); if a macro or a template defines it, '
             "give parameters=(...) explicitly"
         )
 
@@ -239,10 +239,10 @@ def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
 
 
 def _names(tokens: list[_Token], closing: dict[int, int]) -> list[int | None]:
-    """Return, for each token, the index of the first name of a definition from there on.
+    """Return, for each token, the index of the name of the next definition from there on.
 
-    It is None where the declaration ends before a body, or a macro hides the definition. `word
-    (...)` is an attribute such as `__launch_bounds__(256)` unless a body follows.
+    It is None if the declaration ends before a body, or a macro hides the definition. `word (...)`
+    is an attribute such as `__launch_bounds__(256)` unless a body follows.
     """
     names: list[int | None] = [None] * (len(tokens) + 2)
     for at in range(len(tokens) - 2, -1, -1):
@@ -258,7 +258,7 @@ def _names(tokens: list[_Token], closing: dict[int, int]) -> list[int | None]:
 
 
 def _closings(tokens: list[_Token]) -> dict[int, int]:
-    """Return the index of each closing parenthesis, by the index of the one that it closes."""
+    """Return the index of each closing parenthesis by the index of its opening one."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for index, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""`Partition`: the SMs that `async with pool.partition(...)` yields; and groups of partitions."""
+"""`Partition`, the SMs that `async with pool.partition(...)` yields; and groups of partitions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Array = npt.NDArray[Any]
 
 
 class AsyncBlock(Uncopyable):
-    """What is used with `async with` alone: says so where it is awaited, or used with `with`."""
+    """A block for `async with` only. `await` and `with` raise an error that says so."""
 
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, Any, NoReturn]:
-        raise InvalidRequest("this is not awaited: write `async with pool.partition(...) as p:`")
+        raise InvalidRequest("a partition cannot be awaited: write `async with ... as p:`")
 
     def __enter__(self) -> NoReturn:
         raise InvalidRequest(
@@ -54,21 +54,22 @@ class AsyncBlock(Uncopyable):
 
 
 class Partition(AsyncBlock):
-    """SMs of one device, leased to one task at a time; made by `pool.partition(...)`.
+    """SMs of one device, leased to one task at a time. Made by `pool.partition(...)`.
 
-    Inside its `async with` block: submit work, await it or leave it. Leaving the block normally
-    waits for all of it and raises the first failure that was not retrieved; leaving it by an
-    exception or a cancellation does not wait: the SMs go back once the device has done the work.
+    Inside its `async with` block a task submits work, and may await it. A normal end of the block
+    waits for all work and raises the first failure that was not retrieved. An exception or a
+    cancellation ends it without waiting; the SMs are released once the device has done the work.
 
-    Launches and copies happen in the order in which they are submitted. All methods that return a
-    `Job` check everything first and raise, before anything is submitted:
+    Launches and copies run in the order of submission. All methods that return a `Job` first check
+    everything, and raise before anything is submitted:
 
-    * `PartitionClosed` outside the block; `PoolClosed`, `DeviceLost`, `ForkedPool` when too late;
-    * `WouldBlock` at the bound of jobs in flight: `await drain()` first;
+    * `PartitionClosed` outside the block; `PoolClosed`, `DeviceLost` or `ForkedPool` after that
+    end;
+    * `WouldBlock` when too many jobs are in flight: `await drain()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
     * `InvalidRequest` while the partition's stream is capturing;
-    * `WrongThread` on another thread than the one whose loop entered it. What has been submitted
-      may be awaited anywhere, and the facts may be read anywhere.
+    * `WrongThread` on any thread but that of the loop that entered the block. Any thread may
+      await jobs and read the partition's properties.
     """
 
     __slots__ = ("__weakref__", "_is_entered", "_is_left", "_lease", "_lifecycle", "_request")
@@ -78,7 +79,7 @@ class Partition(AsyncBlock):
     ) -> None:
         self._lifecycle = lifecycle
         self._request = request
-        #: Granted, perhaps before the block is entered; until it was left without work.
+        #: The lease once it is granted, perhaps before the block is entered.
         self._lease = lease
         self._is_entered = False
         self._is_left = False
@@ -86,25 +87,25 @@ class Partition(AsyncBlock):
     # -- being leased ------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Wait for the SMs; a checkpoint on trio, and on asyncio only if it waits.
+        """Wait for the SMs. A checkpoint on trio; on asyncio only if it waits.
 
-        A cancellation leaves nothing behind: no place in the queue, no SM.
+        A cancellation leaves nothing behind, neither a queued request nor a lease.
 
         Raises:
-            TooManySMs, WouldDeadlock: it can never be granted, or not while this task holds SMs.
-            QueueFull: too many requests are queued.
-            DeadlineExceeded: the deadline passed while it was queued.
-            DeadlineImpossible: the work cannot be done in time.
-            PoolClosed, DeviceLost, ForkedPool: the pool grants nothing.
-            InvalidRequest: it is entered already, by any task.
-            PartitionClosed: its block has ended.
+            TooManySMs, WouldDeadlock: It can never be granted, or not while this task holds SMs.
+            QueueFull: Too many requests are queued.
+            DeadlineExceeded: The deadline passed while it was queued.
+            DeadlineImpossible: The work cannot be done in time.
+            PoolClosed, DeviceLost, ForkedPool: The pool grants nothing.
+            InvalidRequest: A task has entered it already.
+            PartitionClosed: Its block has ended.
         """
         if self._is_entered:
             if self._lease is not None or self._is_left:
                 self._open_lease()
-            raise InvalidRequest("this partition is entered already: ask for another")
+            raise InvalidRequest("this partition is entered already: request another")
         self._is_entered = True
-        if self._lease is None:  # else `partition_nowait` made it
+        if self._lease is None:  # otherwise `partition_nowait` got it
             try:
                 self._lease = self._lifecycle.cache.take(self._request)
                 if self._lease is None:
@@ -118,7 +119,7 @@ class Partition(AsyncBlock):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """End the lease; see the class. A cancellation while it waits only stops the waiting."""
+        """End the lease as the class describes. A cancellation meanwhile only stops the waiting."""
         lease = self._lease
         if lease is not None and kind is not GeneratorExit and lease.leave():
             if not self._lifecycle.cache.put(lease):
@@ -131,11 +132,11 @@ class Partition(AsyncBlock):
             self._raise_unretrieved()
 
     def _end_block(self, kind: type[BaseException] | None) -> None:
-        """End the lease where its block is left.
+        """End the lease when its block is left.
 
-        On a `GeneratorExit` this may be the collector, at any allocation of any thread, perhaps
-        while a lock is held that the end needs: so the lease's loop ends it in a turn of its own,
-        or the loop that takes over from a closed one.
+        A `GeneratorExit` may come from garbage collection, on any thread, perhaps while a lock is
+        held that ending the lease needs. So the lease's loop ends it in a later turn, or, if that
+        loop has closed, the loop that takes over.
         """
         lease = self._granted_lease()
         if kind is None:
@@ -157,7 +158,7 @@ class Partition(AsyncBlock):
                 raise
 
     def _raise_unretrieved(self) -> None:
-        """Raise the first failure of a job that was not retrieved, or what ended everything."""
+        """Raise the first job failure that was not retrieved, or the error that ended the pool."""
         lease = self._lease
         if lease is None:
             return
@@ -173,20 +174,20 @@ class Partition(AsyncBlock):
         return self._lease
 
     def _open_lease(self) -> Lease:
-        """Return the lease, if it is open. From any thread."""
+        """Return the lease if it is open. From any thread."""
         lease = self._granted_lease()
         lease.check_open()
         return lease
 
     def _own_lease(self) -> Lease:
-        """Return the lease, if it is open and of this thread's loop."""
+        """Return the lease if it is open and belongs to this thread's loop."""
         lease = self._granted_lease()
         lease.check_thread()
         lease.check_loop()
         return lease
 
     def _ready_lease(self) -> Lease:
-        """Return the lease, if a job can be submitted now."""
+        """Return the lease if a job can be submitted now."""
         lease = self._lease or self._granted_lease()
         lease.check_ready()
         return lease
@@ -196,35 +197,35 @@ class Partition(AsyncBlock):
         if lease is not None and lease.is_open and not self._is_left:
             place = f", taken at {lease.taken_at}," if lease.taken_at else ""
             message = f"{self!r}{place} was never left: use it with `async with`"
-            # First: where warnings are errors, nothing behind the warning happens.
+            # First, because the warning may be raised as an error.
             lease.poller.loop.call_threadsafe(lease.abandon)
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
-    # -- between two pieces of work ----------------------------------------------------------------
+    # -- checkpoints and idle times
+    # ------------------------------------------------------------------
 
     async def checkpoint(self, duration: Any = None, *, deadline: float | None = None) -> int:
-        """Wait for all of the lease's work, let its SMs be changed, and return how many it has.
+        """Wait for all of the lease's work, allow a resize, and return the number of SMs.
 
-        A lease of a range of sizes, `sms=(8, 64)`, gives what it has above the least to queued
-        requests, or takes up what is idle. It gives way with all of its SMs, and the checkpoint
-        waits until it has some again, where a request of a higher priority, or one that has aged,
-        does not fit otherwise. Any other lease keeps its SMs; its checkpoints tell its class that
-        it could give them back. Between checkpoints nothing moves.
+        A lease of a range of sizes, such as `sms=(8, 64)`, gives SMs above its least to queued
+        requests, or takes idle ones. It gives up all of its SMs, and the checkpoint waits for new
+        ones, if a request of higher priority, or one that has aged, does not fit otherwise. Any
+        other lease keeps its SMs; its checkpoints show that leases of its class could give them
+        back. Between checkpoints no SM is taken or added.
 
-        Bound launches follow, and buffers stay valid; `stream` and `context` are others afterwards:
-        read them again. A failed job does not raise here, but where it is awaited, or at the end. A
-        checkpoint on trio; on asyncio it yields only where it waits. Cancelled while it waits for
-        its work, it changes nothing; cancelled while it waits for SMs, the lease has ended.
+        Bound launches follow, and buffers stay valid, but `stream` and `context` change: read them
+        again. A failed job raises where it is awaited or at the end of the block, not here. A
+        checkpoint on trio; on asyncio it yields only if it waits. A cancellation while it waits for
+        work changes nothing; a cancellation while it waits for SMs ends the lease.
 
         Args:
-            duration: of the work until the next checkpoint, in seconds or a curve.
-            deadline: the seconds from now in which that should be done; None: the class's
-                `latency`. A policy that sizes leases uses both; nothing is refused or ended
-                because of them.
+            duration: Expected seconds of work until the next checkpoint, or a curve of them.
+            deadline: Seconds from now in which that work should be done. None: the class's
+                `latency`. Only a policy that sizes leases uses the two; they never cause a refusal.
 
         Raises:
-            PartitionClosed, PoolClosed, DeviceLost: there is nothing to change any more.
-            InvalidRequest: the partition's stream is capturing, or a wrong duration or deadline.
+            PartitionClosed, PoolClosed, DeviceLost: There is no lease to change any more.
+            InvalidRequest: The stream is capturing, or `duration` or `deadline` is invalid.
         """
         lease = self._own_lease()
         lease.check_capture()
@@ -235,7 +236,7 @@ class Partition(AsyncBlock):
         if not lease.has_no_work():
             await lease.wait_idle()
         self._open_lease()
-        if lease.executor is executor:  # else another task's checkpoint was first
+        if lease.executor is executor:  # otherwise another task's checkpoint was first
             lease.check_capture()
             manager = self._lifecycle.manager()
             waiting = manager.checkpoint(lease, duration, deadline)
@@ -244,19 +245,20 @@ class Partition(AsyncBlock):
         return self._open_lease().executor.sm_count
 
     def idle(self) -> IdleBlock:
-        """Open a block in which the partition has no SMs, for a holder that waits for work.
+        """Open a block in which the partition has no SMs, for a task that waits for work.
 
             async with p.idle():
                 request = await requests.get()
 
-        Entering waits for all of the lease's work, and gives all SMs back. Leaving asks for the
-        same again, as a request of its class, and waits for it: at most the budget of the class
-        where its reserve has the least. Inside, nothing can be submitted: `WouldBlock`. Bound
-        launches follow, and buffers stay valid; read `stream` and `context` again afterwards.
+        Entering waits for all of the lease's work and releases all SMs. Leaving requests the same
+        size again, as a request of its class, and waits for the grant: at most
+        `max_wait_for_reserve` if the class's reserve covers the least size. Inside, submitting
+        raises `WouldBlock`. Bound launches follow, and buffers stay valid; read `stream` and
+        `context` again afterwards.
 
-        Entering raises as `checkpoint`; cancelled, it changes nothing. Leaving raises
-        `TooManySMs`, if the classes have changed, `PoolClosed` or `DeviceLost`. A block that is
-        left by a cancellation, or whose end is cancelled, ends the lease.
+        Entering raises as `checkpoint` does; a cancellation then changes nothing. Leaving raises
+        `TooManySMs` if the classes have changed, or `PoolClosed` or `DeviceLost`. A cancellation
+        that leaves the block, or comes while it waits for SMs, ends the lease.
         """
         return IdleBlock(self)
 
@@ -272,70 +274,72 @@ class Partition(AsyncBlock):
     async def _end_idle(self, kind: type[BaseException] | None) -> None:
         lease = self._granted_lease()
         if kind is not None and not issubclass(kind, Exception):
-            lease.poller.loop.call_threadsafe(lease.end)  # perhaps the collector ends the block
+            lease.poller.loop.call_threadsafe(lease.end)  # perhaps from garbage collection
         else:
             await self._lifecycle.manager().end_idle(lease)
 
-    # -- facts -------------------------------------------------------------------------------------
+    # -- properties
+    # ----------------------------------------------------------------------------------
 
     @property
     def sm_count(self) -> int:
-        """The SMs that were granted: never fewer than asked for, often a few more."""
+        """The number of granted SMs: never fewer than requested, often a few more."""
         return self._open_lease().executor.sm_count
 
     @property
     def is_shared(self) -> bool:
-        """Whether it shares all SMs of the device with other leases: see `ServiceClass.shared`."""
+        """Whether it shares all SMs of the device with other leases; see `ServiceClass.shared`."""
         return self._open_lease().grant.is_shared
 
     @property
     def max_cluster_size(self) -> int:
-        """Blocks of the largest thread-block cluster that surely fits here.
+        """The most blocks that a thread-block cluster can have here, with certainty.
 
-        1: the device has no clusters (below compute capability 9.0). 2: the pool splits finely, or
-        these are the SMs that the split of the device left over.
+        1: the device has no clusters (compute capability below 9.0). 2: the pool splits finely, or
+        these SMs are the remainder of the device's split.
         """
         return self._open_lease().executor.max_cluster_size
 
     @property
     def device(self) -> Device:
-        """Its device."""
+        """The device of the partition."""
         return self._open_lease().executor.device
 
     @property
     def device_id(self) -> int:
-        """The ordinal of its device."""
+        """The ordinal of the device."""
         return self._open_lease().ordinal
 
     @property
     def stream(self) -> Stream:
-        """The stream of its launches and copies, for libraries that take one.
+        """The stream of the partition's launches and copies, for libraries that take a stream.
 
-        The end of the lease waits for what libraries put there. While it is capturing, nothing can
-        be submitted here: await what was submitted before you begin a capture. A capture that is
-        open when the lease ends is dropped.
+        The end of the lease waits for work that libraries submit to it. While it is capturing,
+        nothing
+        can be submitted here: await earlier jobs before you begin a capture. A capture that is
+        still open when the lease ends is dropped.
 
         Raises:
-            WouldBlock: something was submitted that is not on the stream yet (a first use, a large
-                copy): the work of a library would go before it. Await it first.
+            WouldBlock: A job is not on the stream yet (a first use, a large copy), so a library's
+                work would overtake it. Await that job first.
         """
         lease = self._open_lease()
         lease.check_pool()
         if not (lease.all_submitted or lease.launch_stream.is_idle):
-            raise WouldBlock("not all that was submitted is on the stream yet: await it first")
+            raise WouldBlock("a submitted job is not on the stream yet: await it first")
         lease.share_stream()
         return lease.launch_stream.stream
 
     @property
     def context(self) -> Context:
-        """Its green context. Current on one thread at a time; never across an `await`."""
+        """The partition's green context. Only one thread at a time may enter it."""
         lease = self._open_lease()
         lease.check_pool()
         lease.expect_foreign_work()
         return lease.executor.context
 
     def __cuda_stream__(self) -> tuple[Literal[0], int]:
-        """Stand for the stream wherever libraries take one."""
+        """Return the stream for libraries that use this protocol."""
         return self.stream.__cuda_stream__()
 
     # -- launching ---------------------------------------------------------------------------------
@@ -344,47 +348,46 @@ class Partition(AsyncBlock):
         """Launch a kernel and return at once.
 
         A kernel's first use on these SMs goes through a thread of the partition, which compiles
-        and loads it, and so does what is submitted behind it until then.
+        and loads it; work submitted meanwhile follows on the same thread.
 
         Args:
-            config: the grid, the block and the dynamic shared memory.
-            kernel: the kernel to launch.
-            args: as the kernel's parameters: a `Buffer` or `PinnedBuffer` for each pointer, a
-                number for each scalar. A pointer may also be an array of another library, in
-                device memory and C order, by DLPack or `__cuda_array_interface__`: it is used
-                where it lies, behind its producer's stream, and kept alive until the job is done.
+            config: The grid, the block and the dynamic shared memory.
+            kernel: The kernel to launch.
+            args: The kernel's arguments: a `Buffer` or `PinnedBuffer` for each pointer, a number
+                for each scalar. A pointer may also be another library's array in device memory and
+                C order, by DLPack or `__cuda_array_interface__`. It is used in place, ordered after
+                its producer's stream, and kept alive until the job is done.
 
         Raises:
-            ArgumentMismatch: wrong number or kind of arguments; an array in host memory, not in C
-                order, read-only where the parameter is not const, or one that its library refuses
-                to export.
-            InvalidArray: an array that is not in the memory of any device, whatever it says.
-            InvalidLaunch: a grid, block or shared memory beyond the device.
-            NotSimulable: simulated, and the kernel has no reference or no cost.
+            ArgumentMismatch: Arguments of wrong number or kind; or an array in host memory, not in
+                C order, read-only although the parameter is not const, or not exportable.
+            InvalidArray: An array is in no device's memory, although it says so.
+            InvalidLaunch: The grid, block or shared memory exceeds a limit of the device.
+            NotSimulable: The driver is simulated, and the kernel has no reference or no cost.
 
-        What shows only later (a compile error, the driver's refusal) is the job's failure.
+        Later failures (a compile error, a refusal by the driver) make the job fail.
         """
         return launches.launch(self._lease or self._granted_lease(), config, kernel, args)
 
     def prepare(self, config: LaunchConfig, kernel: Kernel) -> Job[None]:
-        """Compile and load a kernel for these SMs, so that no later launch waits for that.
+        """Compile and load a kernel for these SMs, so that no later launch has to.
 
-        It happens on the partition's own thread, behind the calls submitted before. A driver may
-        delay a kernel's first load until everything that runs on the device is done (seen on an
-        H200, driver 580): give the kernels of a service to `Pool(prepare=[...])`, which does this
-        for every partition. Later launches and `bind` may have any geometry.
+        It happens on the partition's own thread, after the calls submitted before. A driver may
+        delay a kernel's first load until all work on the device is done (seen on an H200, driver
+        580), so give a service's kernels to `Pool(prepare=[...])`, which loads them for every
+        partition. Later launches and `bind` may have any geometry.
 
         Raises:
-            InvalidLaunch, NotSimulable: as `launch`.
+            InvalidLaunch, NotSimulable: As for `launch`.
         """
         return launches.prepare(self._ready_lease(), config, kernel)
 
     def bind(self, config: LaunchConfig, kernel: Kernel, *args: object) -> BoundLaunch:
-        """Check and pack a launch once, to launch it often at the cost of the driver's call.
+        """Check and pack a launch once; each further launch costs only the driver's call.
 
         Raises:
-            WouldBlock: the kernel was not loaded for these SMs: `await prepare(config, kernel)`.
-            ArgumentMismatch, InvalidLaunch, NotSimulable: as `launch`.
+            WouldBlock: The kernel is not loaded for these SMs: `await prepare(config, kernel)`.
+            ArgumentMismatch, InvalidLaunch, NotSimulable: As for `launch`.
         """
         lease = self._ready_lease()
         bound = BoundLaunch(lease, launches.prepare_bound(lease, config, kernel, args), kernel.name)
@@ -394,17 +397,17 @@ class Partition(AsyncBlock):
     # -- memory ------------------------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Job[Buffer]:
-        """Allocate an uninitialised buffer on the device, for every partition of it.
+        """Allocate an uninitialised buffer, which every partition of the device can use.
 
         Raises:
-            InvalidArray: a dtype that device memory cannot hold, or an impossible shape.
+            InvalidArray: Device memory cannot hold the dtype, or the shape is impossible.
 
-        The job fails with `OutOfMemory` if there is not enough.
+        The job fails with `OutOfMemory` if memory runs out.
         """
         return copies.empty(self._ready_lease(), shape, dtype)
 
     def empty_like(self, like: Buffer | Array) -> Job[Buffer]:
-        """Allocate a buffer of the same shape and dtype. Raises and fails as `empty`."""
+        """Allocate a buffer of the same shape and dtype. Errors are those of `empty`."""
         if not isinstance(like, (Buffer, np.ndarray)):
             raise InvalidArray(
                 f"empty_like() takes a Buffer or a numpy array, not a {type(like).__name__}"
@@ -414,30 +417,32 @@ class Partition(AsyncBlock):
     def empty_pinned(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32
     ) -> Job[PinnedBuffer]:
-        """Allocate zeroed host memory that the device accesses directly. Fails as `empty`."""
+        """Allocate zeroed host memory that the device accesses directly. Errors as for `empty`."""
         return copies.empty_pinned(self._ready_lease(), shape, dtype)
 
     def upload(
         self, array: npt.ArrayLike, *, progress: ProgressCallback | None = None
     ) -> Job[Buffer]:
-        """Copy an array to new device memory, in C order, whatever its strides.
+        """Copy an array to new device memory in C order, whatever its strides.
 
-        A large array must not change until the job is done; one of at most 64 KiB is read at once.
-        A device never reads it: a thread copies large ones through chunks of pinned memory.
+        A large array must not change until the job is done; at most 64 KiB are read at once. The
+        device
+        never reads it directly: a thread copies large arrays through chunks of pinned memory.
 
         Args:
-            array: anything that numpy converts to an array; or a device array, as in `launch`,
-                which the device copies.
-            progress: called on this loop's thread with the bytes done, which never decrease, and
-                the bytes in all, and with all of them before the job is done. An exception stops a
-                large copy between two chunks and fails the job.
+            array: Anything that numpy converts to an array; or a device array as in `launch`, which
+                the device copies.
+            progress: Called on this loop's thread with bytes done and bytes in all. Bytes done
+                never decrease, and reach the total before the job is done. If it raises, a large
+                copy stops between two chunks and the job fails.
 
         Raises:
-            InvalidArray: Python objects, big-endian numbers, or not an array.
+            InvalidArray: Python objects, big-endian numbers, or no array at all.
 
-        The job fails with `OutOfMemory` if there is not enough. Cancelling a task that awaits it
-        stops the waiting only: the copy goes on, and the array is in use until the job is done. To
-        stop the copy itself, raise in `progress`.
+        The job fails with `OutOfMemory` if memory runs out. Cancelling a task that awaits the job
+        stops
+        only the waiting: the copy continues, and uses the array until the job is done. To stop the
+        copy, raise an exception in `progress`.
         """
         return copies.upload(self._ready_lease(), array, progress)
 
@@ -448,19 +453,19 @@ class Partition(AsyncBlock):
         *,
         progress: ProgressCallback | None = None,
     ) -> Job[Array]:
-        """Copy a buffer to a numpy array: a new one, or `out`.
+        """Copy a buffer to a numpy array: a new array, or `out`.
 
-        `out` is in use until the job is done, also where no task awaits it any more; a job that
-        failed, or was stopped by `progress`, may leave it half written. A device never writes it
-        directly, but through pinned memory.
+        `out` is in use until the job is done, even if no task awaits it any more. A job that
+        failed, or was stopped by `progress`, may leave `out` half written. The device writes it
+        only through pinned memory.
 
         Args:
-            buffer: of this device; or a device array of another library, as in `launch`.
-            out: of the same shape and dtype, with any strides.
-            progress: as of `upload`.
+            buffer: A buffer of this device, or another library's device array as in `launch`.
+            out: An array of the same shape and dtype, with any strides.
+            progress: As for `upload`.
 
         Raises:
-            InvalidArray: `out` is read-only, or of another shape or dtype; or a device array that
+            InvalidArray: `out` is read-only, or has another shape or dtype; or a device array
                 cannot be used, see `launch`.
         """
         return copies.download(self._ready_lease(), buffer, out, progress)
@@ -472,48 +477,46 @@ class Partition(AsyncBlock):
         *,
         progress: ProgressCallback | None = None,
     ) -> Job[None]:
-        """Copy a buffer, or an array, into an existing buffer of the same shape and dtype.
+        """Copy a buffer or an array into an existing buffer of the same shape and dtype.
 
-        An array must not change until the job is done, unless it has at most 64 KiB.
+        A host array must not change until the job is done, unless it has at most 64 KiB.
 
-        One of two buffers may be of another device of the pool. The copy is ordered behind what
-        writes or reads them there, as here. It goes directly from device to device where the
-        hardware can; else a thread copies chunks through pinned memory.
+        One of two buffers may belong to another device of the pool. The copy is ordered after work
+        that uses the buffers on either device. It goes directly from device to device if the
+        hardware can; otherwise a thread copies chunks through pinned memory.
 
         Args:
-            dst: written: a buffer, or a device array of another library, as in `launch`.
-            src: read: the same, or an array of the host.
-            progress: as of `upload`. A copy of device memory with `progress` goes in parts of 64
-                MiB.
+            dst: The destination: a buffer, or another library's device array as in `launch`.
+            src: The source: the same, or a host array.
+            progress: As for `upload`. With it, device memory is copied in parts of 64 MiB.
 
         Raises:
-            InvalidArray: different shapes or dtypes, or a device array that cannot be used.
-            WrongDevice: neither is of this device, or one is of a device outside the pool.
+            InvalidArray: Shapes or dtypes differ, or a device array cannot be used.
+            WrongDevice: Neither buffer is on this device, or one is on a device outside the pool.
         """
         return copies.copy(self._ready_lease(), dst, src, progress)
 
     def prefetch(self, arrays: Iterable[npt.ArrayLike]) -> Prefetcher:
-        """Upload arrays one after another, each while work on the one before it runs.
+        """Upload arrays one after another, each while work on the previous one runs.
 
             async for x in p.prefetch(batches):
                 p.launch(config, kernel, x, ...)
 
-        The copy of the next array runs beside the launches, by a stream and a thread of its own,
-        from the moment a buffer is returned; the launches need not be awaited. Each buffer is
-        complete when it is returned, may be used until the next but one is asked for, and is closed
-        then, behind its last use; all are closed when the iteration ends or is given up. At most
-        three exist at a time: asking for one waits until the work on the one before the last is
-        done.
+        When a buffer is returned, the next array's copy begins, on its own stream and thread,
+        beside the launches; the launches need not be awaited. A returned buffer is complete, and is
+        valid until two more have been requested; then it is closed, after its last use. All are
+        closed when the iteration ends or is abandoned. At most three exist at a time: requesting a
+        buffer waits until work on the last but one is done.
 
         Args:
-            arrays: iterated one ahead, on this loop's thread. An array must not change until its
-                buffer is returned. They may differ in shape and dtype.
+            arrays: Iterated one ahead, on this loop's thread. An array must not change until its
+                buffer is returned. The arrays may differ in shape and dtype.
 
         Raises:
-            InvalidRequest: `arrays` cannot be iterated over.
+            InvalidRequest: `arrays` is not iterable.
 
-        Asking for the next buffer raises as `upload`, and as its copy fails. A cancellation stops
-        the waiting only: the copy in progress goes on, and ends.
+        Requesting the next buffer raises as `upload` does, and if its copy fails. A cancellation
+        stops only the waiting; the copy in progress runs to its end.
         """
         return Prefetcher(self._ready_lease, arrays)
 
@@ -522,49 +525,49 @@ class Partition(AsyncBlock):
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Job[T]:
         """Call a blocking function on the partition's own thread, on these SMs.
 
-        The green context is current there, and the call stream is ordered behind what was
-        submitted before; what is submitted later is ordered behind the call only once the call was
-        awaited. The job is done when the call has returned and its work on the call stream is
-        done. A call that no task awaits any more runs to its end, and the SMs stay until then.
+        The green context is current there, and the call stream is ordered after all work submitted
+        before; later work is ordered after the call only once the call was awaited. The job is done
+        when the call has returned and its work on the call stream is done. A call that no task
+        awaits any more runs to its end, and holds the SMs until then.
 
-        Buffers among the arguments are kept in order as in a launch, and count as written. The call
-        sees a copy of its caller's context variables. The integration of a library, if imported
-        (`greensched.integrations.torch`, for example), sets its current stream; `current_call()`
-        describes the SMs and the stream.
+        Buffers among the arguments are ordered as in a launch, and count as written. The call sees
+        a copy of the caller's context variables. A library's integration, once imported
+        (`greensched.integrations.torch`, for example), sets the library's current stream;
+        `current_call()` describes the SMs and the stream.
         """
         return calls.submit_call(self._ready_lease(), fn, args, kwargs)
 
     def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
-        """Capture the work of a function as a CUDA graph, to be launched again and again.
+        """Capture the work of a function as a CUDA graph, which can be launched repeatedly.
 
-        `fn` is called as by `run`, with the stream capturing (relaxed mode): what it puts on
-        `current_call().stream` is recorded, and does not run. It is called again, with the same
-        arguments, for each other set of SMs on which the graph is launched, and must put the same
-        work there. Its return value is kept as long as what it recorded.
+        `fn` is called as by `run`, while the stream is capturing (relaxed mode): work that it
+        submits to `current_call().stream` is recorded and does not run. For each other set of SMs
+        on which the graph is launched, `fn` is called again with the same arguments, and must
+        submit the same work. Its return value is kept as long as the graph.
 
-        The graph uses the buffers among the arguments, which count as written, and those that
-        `fn` gives to `launch(current_call().stream, ...)`. Prepare the kernels before.
+        The graph uses the buffers among the arguments, which count as written, and buffers that
+        `fn` passes to `launch(current_call().stream, ...)`. Prepare the kernels before.
 
         Raises:
-            InvalidRequest, WouldBlock: as `run`.
+            InvalidRequest, WouldBlock: As for `run`.
 
-        The job fails with what `fn` raises, and with `InvalidCapture` if nothing was recorded or
-        the capture became invalid, for example by waiting for the device; nothing is left of it
-        then. Cancelling a task that awaits it stops the waiting only; the graph is then closed as
+        The job fails with the exception of `fn`, or with `InvalidCapture` if nothing was recorded
+        or the capture became invalid, for example by waiting for the device; then no graph is left.
+        Cancelling a task that awaits the job stops only the waiting; the graph is then closed as
         soon as it is made.
         """
         return graphs.capture(self._ready_lease(), fn, args, kwargs)
 
     def keep_alive(self, *things: object) -> Job[None]:
-        """Keep objects alive until the device has done what was submitted here so far.
+        """Keep objects alive until the device has done the work submitted here so far.
 
-        For arrays of other libraries that work on `stream` uses: a library may reuse their memory
-        as soon as nothing refers to them. Returns at once; the job is done when that work is.
-        Cancelling a task that awaits it changes nothing.
+        For other libraries' arrays that work on `stream` uses: a library may reuse their memory as
+        soon as no reference is left. Returns at once; the job is done when that work is done.
+        Cancelling a task that awaits the job changes nothing.
 
         Raises:
-            PartitionClosed, PoolClosed, DeviceLost, WrongThread: as `launch`.
-            InvalidRequest: the partition's stream is capturing.
+            PartitionClosed, PoolClosed, DeviceLost, WrongThread: As for `launch`.
+            InvalidRequest: The partition's stream is capturing.
         """
         lease = self._own_lease()
         lease.check_pool()
@@ -572,31 +575,31 @@ class Partition(AsyncBlock):
 
     @property
     def call(self) -> CallContext:
-        """Its launch stream and SMs, for integrations whose blocks work there, too.
+        """The launch stream and the SMs, for integrations whose own blocks work there.
 
         Raises:
-            WouldBlock: as `stream`.
+            WouldBlock: As for `stream`.
         """
         lease, _ = self._open_lease(), self.stream
         return lease.context_on(lease.launch_stream)
 
     def local(self, factory: Callable[[], T]) -> Job[T]:
-        """Return what a function makes for these SMs: made once, then kept for every lease of them.
+        """Return a value for these SMs, which `factory` makes once for all their leases.
 
-        For what partitions must not share: handles of libraries, workspaces, communicators,
-        graphs. The first time `factory()` is called as by `run`; the function is the key of its
-        value, so give the same one each time. Later, the job is done at once. Another set of SMs
-        has a value of its own. When the green context of the SMs is closed, at the end of the pool
-        at the latest, `value.close()` is called, if it exists, on the same thread with the same
-        context.
+        For things that partitions must not share: library handles, workspaces, communicators,
+        graphs. The first time, `factory()` is called as by `run`; later the job is done at once.
+        The function identifies the value, so pass the same function each time. Another set of SMs
+        has its own value. When the SMs' green context is closed, at the latest with the pool,
+        `value.close()` is called, if it exists, on the same thread and in the same context.
 
         Raises:
-            InvalidRequest: not a function, a coroutine function, or not hashable.
+            InvalidRequest: `factory` is not a function, is a coroutine function, or is unhashable.
 
-        What the factory raises is the job's failure, and nothing is kept: the next call tries
-        again. It fails with `InvalidRequest` if 64 others are kept. Cancelling a task that awaits
-        it stops the waiting only: the value is made, and kept. After a device fault, or over work
-        that does not end, nothing is closed.
+        If the factory raises, the job fails with that exception, and the next call tries again. It
+        fails with `InvalidRequest` if 64 other values are kept. Cancelling a task that awaits the
+        job
+        stops only the waiting: the value is made and kept. After a device fault, or over work that
+        does not end, nothing is closed.
         """
         return calls.local(self._ready_lease(), factory)
 
@@ -606,8 +609,8 @@ class Partition(AsyncBlock):
         """Wait until a job or a bound launch can be submitted. A cancellation changes nothing.
 
         Raises:
-            PartitionClosed, PoolClosed, DeviceLost: there is nothing to wait for any more.
-            InvalidRequest: the partition's stream is capturing.
+            PartitionClosed, PoolClosed, DeviceLost: No job can be submitted any more.
+            InvalidRequest: The partition's stream is capturing.
         """
         lease = self._own_lease()
         lease.check_capture()
@@ -647,7 +650,7 @@ class IdleBlock(AsyncBlock):
 
 
 class PartitionGroup(AsyncBlock):
-    """Several partitions of one request: granted, entered and ended together."""
+    """Several partitions of one request; they are granted, entered and ended together."""
 
     def __init__(self, lifecycle: PoolLifecycle, request: LeaseRequest) -> None:
         self._lifecycle = lifecycle
@@ -656,9 +659,9 @@ class PartitionGroup(AsyncBlock):
         self._partitions: tuple[Partition, ...] = ()
 
     async def __aenter__(self) -> tuple[Partition, ...]:
-        """Wait for the SMs of all. Waits and raises as `Partition.__aenter__`."""
+        """Wait for the SMs of all partitions. Waits and raises as `Partition.__aenter__`."""
         if self._is_entered:
-            raise InvalidRequest("these partitions were entered already: ask for others")
+            raise InvalidRequest("these partitions are entered already: request others")
         self._is_entered = True
         try:
             leases = await self._lifecycle.manager().acquire(self._request)
@@ -675,7 +678,7 @@ class PartitionGroup(AsyncBlock):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """End all of them, then wait for each; raise the first failure."""
+        """End all leases, then wait for each; raise the first failure."""
         for partition in self._partitions:
             partition._end_block(kind)
         if kind is None:

@@ -1,7 +1,7 @@
-"""`pool.sync`: the pool for threads that run no loop: scripts, notebooks, synchronous servers.
+"""`pool.sync`: a pool for threads that run no loop: scripts, notebooks, synchronous servers.
 
-Nothing is scheduled here. A loop runs on a thread of its own, every call is a task there, and the
-caller blocks until it has ended: so there is one semantics, without `await`.
+Nothing is scheduled here. A loop runs on its own thread, each call is a task there, and the
+caller blocks until that task ends. The semantics are those of the asynchronous pool.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ V = TypeVar("V")
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Handle a SIGINT of the block once that is left: starting and ending a loop is none or all.
+    """Handle a SIGINT after the block, so that a loop is started or ended completely or not at all.
 
-    An interrupt inside would leave a loop's thread that nothing ends, and that is waited for. Only
-    the main thread is interrupted, and only by a handler of Python.
+    An interrupt inside would leave a loop's thread that never ends, but is waited for. Only the
+    main thread is interrupted, and only by a handler written in Python.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main else None
@@ -69,14 +69,14 @@ def _interrupts_deferred() -> Iterator[None]:
 _open_pools: WeakSet[SyncPool] = WeakSet()
 #: Seconds that leases of an open pool have to end when the interpreter exits.
 EXIT_GRACE = 0.5
-#: Seconds that the exit waits for all of them to close: the interpreter is to end within 1 s.
+#: Seconds in which the exit waits for all of them to close: the interpreter should exit in 1 s.
 EXIT_LIMIT = 0.9
 
 
 def _close_at_exit() -> None:
-    """Close what the program left open, all at once, while the threads of its loops still run.
+    """Close all pools that the program left open, while the threads of their loops still run.
 
-    No thread is started for it: Python 3.12 refuses that at the exit.
+    No thread is started here: Python 3.12 refuses that at exit.
     """
     closings = {}
     for sync in tuple(_open_pools):
@@ -95,30 +95,30 @@ atexit.register(_close_at_exit)
 class _LoopThread:
     """A loop on a daemon thread, which runs while anything uses it.
 
-    anyio's `BlockingPortalProvider` is no substitute: the collector would wait in it for its
-    thread, which the end of the interpreter has stopped by then, and each call would go to the loop
-    twice. Here a call wakes the loop only where no other is about to begin.
+    anyio's `BlockingPortalProvider` cannot replace it: garbage collection would wait in it for a
+    thread that has stopped at the interpreter's exit, and each call would wake the loop twice.
+    Here a call wakes the loop only if no other call is about to begin.
 
     Args:
-        new_loop: makes the loop; None: asyncio does.
+        new_loop: Makes the loop. None: asyncio makes it.
     """
 
     def __init__(self, new_loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
         self._options = {} if new_loop is None else {"loop_factory": new_loop}
         self._lock = threading.Lock()
-        #: One entry for each use: the collector ends one without the lock.
+        #: One entry for each use, because garbage collection ends a use without the lock.
         self._uses: list[None] = []
         #: None while nothing uses the loop.
         self._thread: threading.Thread | None = None
-        # These are the latest thread's.
+        # Those of the latest thread.
         self.loop: asyncio.AbstractEventLoop
         self._stopped: anyio.Event
-        #: Calls that have not begun; whether the loop is about to begin them.
+        #: Calls that have not begun, and whether the loop was woken to begin them.
         self._calls: deque[_Call[Any]] = deque()
         self._is_woken = False
 
     def enter(self) -> None:
-        """Begin a use: have the loop run until `leave`, or `leave_collected`."""
+        """Begin a use: the loop runs until `leave` or `leave_collected`."""
         with self._lock:
             if self._thread is None:
                 started: Future[None] = Future()
@@ -130,46 +130,46 @@ class _LoopThread:
             self._uses.append(None)
 
     def begin(self, call: _Call[Any]) -> None:
-        """Begin a call, with the next turn of the loop."""
+        """Begin a call in the next turn of the loop."""
         self._calls.append(call)
         if not self._is_woken:
             self._is_woken = True
             self.loop.call_soon_threadsafe(self._begin_calls)
 
     def cancel(self, call: _Call[Any]) -> None:
-        """Cancel a call, and wait until it has ended, which a cancelled task does at once."""
+        """Cancel a call and wait for its end, which comes at once."""
         self.loop.call_soon_threadsafe(self._cancel, call)
         with suppress(CancelledError):
             call.ended.exception()
 
     def _begin_calls(self) -> None:
-        self._is_woken = False  # first: what is added behind the last one wakes the loop again
+        self._is_woken = False  # first: a call added after the last one wakes the loop again
         while self._calls:
             call = self._calls.popleft()
             call.task = self.loop.create_task(call.run(), context=call.context)
 
     def _cancel(self, call: _Call[Any]) -> None:
-        self._begin_calls()  # an interrupt may have come before the loop was woken
+        self._begin_calls()  # because an interrupt may come before the loop was woken
         if call.task is None:
             call.ended.cancel()
         else:
-            call.task.add_done_callback(lambda _: call.ended.cancel())  # it may not have begun
+            call.task.add_done_callback(lambda _: call.ended.cancel())  # if it never began
             call.task.cancel()
 
     def leave(self) -> None:
-        """End a use. The last one ends the loop, and waits for that."""
+        """End a use. The last use ends the loop and waits for its thread."""
         self._uses.pop()
         thread = self._end_unused()
         if thread is not None:
             thread.join()
 
     def leave_collected(self) -> None:
-        """End a use where the collector does. Takes no lock and never waits."""
+        """End a use from garbage collection. Takes no lock and never waits."""
         self._uses.pop()
         self._call_soon(self._end_unused)
 
     def _end_unused(self) -> threading.Thread | None:
-        """Begin to end the loop if nothing uses it; return its thread then."""
+        """Begin to end the loop if nothing uses it, and return its thread."""
         with self._lock:
             if self._uses or self._thread is None:
                 return None
@@ -178,19 +178,19 @@ class _LoopThread:
         return thread
 
     def _call_soon(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: a call ended it by an interrupt
+        with suppress(RuntimeError):  # the loop is closed: a call's interrupt ended it
             self.loop.call_soon_threadsafe(function)
 
     def _run(self, started: Future[None]) -> None:
         async def serve() -> None:
             self.loop, self._stopped = asyncio.get_running_loop(), anyio.Event()
-            self._is_woken = False  # the former loop may have ended before it began its calls
+            self._is_woken = False  # the previous loop may have ended before it began its calls
             started.set_result(None)
             await self._stopped.wait()
 
         try:
             anyio.run(serve, backend="asyncio", backend_options=self._options)
-        except BaseException as error:  # of a call: its caller has it
+        except BaseException as error:  # of a call: its caller gets it
             if not started.done():
                 started.set_exception(error)
 
@@ -201,16 +201,16 @@ class SyncPool(Uncopyable):
         with pool.sync, pool.sync.partition(16) as p:
             y = p.run(function, x)
 
-    `with pool.sync:` opens the pool and closes it. A pool that is open already is used as it is.
-    Any number of threads may use it at once; each counts as one task. While a block of it is open,
-    a loop runs on a thread of its own.
+    `with pool.sync:` opens the pool and closes it. An open pool is used as it is. Any number
+    of threads may use it at once; each counts as one task. While one of its blocks is open, a loop
+    runs on a separate thread.
 
-    Everything blocks until it is done, and raises what the `await` would. An interrupt (Ctrl-C) is
-    a cancellation: it leaves behind what that does.
+    Every method blocks until its work is done, and raises the errors of the asynchronous one. An
+    interrupt (Ctrl-C) has the effects of a cancellation.
 
     Raises, everywhere:
-        LoopWouldBlock: a loop runs on the calling thread: use the pool itself, with `await`.
-        ForkedPool: this is a forked child of the process that opened the pool.
+        LoopWouldBlock: A loop runs on the calling thread: use the pool itself, with `await`.
+        ForkedPool: This process is a forked child of the one that opened the pool.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class SyncPool(Uncopyable):
         self._pool = pool
         self._loop = _LoopThread(new_loop)
         self._lock = threading.Lock()
-        #: One entry while `open` keeps the loop running: the collector ends that without the lock.
+        #: One entry while `open` keeps the loop; garbage collection removes it without the lock.
         self._kept: list[None] = []
 
     # -- opening and closing -----------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the pool, and keep a loop until `close`. Idempotent. Raises as `Pool.open`."""
+        """Open the pool, and keep its loop until `close`. Idempotent. Raises as `Pool.open`."""
         self._open(self._pool.open)
 
     def _open(self, opening: Callable[[], Awaitable[object]]) -> None:
@@ -238,10 +238,10 @@ class SyncPool(Uncopyable):
             raise
 
     def close(self, grace: float | None = None) -> CloseReport:
-        """Close the pool, within a grace, or the default one. Idempotent. See `Pool.aclose`.
+        """Close the pool, within `grace` or the default grace. Idempotent. See `Pool.aclose`.
 
         Raises:
-            InvalidRequest: the grace is not a number of seconds; nothing is closed.
+            InvalidRequest: `grace` is not a number of seconds; nothing is closed.
         """
         graces = () if grace is None else (grace,)
         report = self.call(self._pool.aclose, *graces)
@@ -274,7 +274,7 @@ class SyncPool(Uncopyable):
                 self._loop.enter()
                 is_entered = True
             yield
-        except GeneratorExit:  # perhaps the collector ends the block
+        except GeneratorExit:  # perhaps from garbage collection
             is_entered = False
             self._loop.leave_collected()
             raise
@@ -284,20 +284,20 @@ class SyncPool(Uncopyable):
                     self._loop.leave()
 
     def __enter__(self) -> Self:
-        """Open the pool; an interrupt meanwhile also closes it again, as a cancellation does."""
+        """Open the pool. An interrupt meanwhile also closes it again, as a cancellation does."""
         try:
             self._open(self._pool.__aenter__)
         except Exception:
             raise
-        except BaseException:  # it may have come once all was open
+        except BaseException:  # it may come after the pool is open
             self._close_block()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Close the pool, within the default grace, also where an interrupt comes meanwhile.
+        """Close the pool, within the default grace, even if an interrupt comes meanwhile.
 
-        If the collector ends the block (GeneratorExit), a thread closes it, as in `Pool.__aexit__`.
+        If garbage collection ends the block, a thread closes the pool, as in `Pool.__aexit__`.
         """
         if isinstance(error, GeneratorExit):
             _end_collected(self._pool, error)
@@ -316,13 +316,13 @@ class SyncPool(Uncopyable):
     def partition(
         self, sms: Size, **options: Unpack[LeaseOptions]
     ) -> AbstractContextManager[SyncPartition]:
-        """Ask for a lease, to be used with `with`, which waits for it. See `Pool.partition`."""
+        """Request a lease. Use the result with `with`, which waits for it. See `Pool.partition`."""
         return self._block(self._pool.partition(sms, **options), self._wrap)
 
     def partitions(
         self, *sizes: Size, **options: Unpack[LeaseOptions]
     ) -> AbstractContextManager[tuple[SyncPartition, ...]]:
-        """Ask for several leases granted together. See `Pool.partitions`."""
+        """Request several leases that are granted together. See `Pool.partitions`."""
         group = self._pool.partitions(*sizes, **options)
         return self._block(group, lambda granted: tuple(map(self._wrap, granted)))
 
@@ -335,7 +335,7 @@ class SyncPool(Uncopyable):
 
     @contextmanager
     def _block(self, block: AbstractAsyncContextManager[E], wrap: Callable[[E], V]) -> Iterator[V]:
-        """Turn an `async with` into a `with`; its loop runs while the block is open."""
+        """Turn an `async with` into a `with`. The loop runs while the block is open."""
         self._check()
         with self._loop_runs():
             try:
@@ -354,15 +354,15 @@ class SyncPool(Uncopyable):
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async function on the pool's loop, for work that overlaps within a lease.
 
-        With `p.partition` of a `SyncPartition` it can do all that the pool offers to tasks. The
-        function counts as the calling thread; the tasks that it starts count as tasks.
+        With `SyncPartition.partition` the function can use everything that the pool offers to
+        tasks. It counts as the calling thread; tasks that it starts count as tasks.
         """
         self._check()
         with self._loop_runs():
             return self._call(function, *args)
 
     def _call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Do the same while the loop runs."""
+        """Call a function as `call` does, while the loop runs."""
         call: _Call[T] = _Call(function, args)
         try:
             self._loop.begin(call)
@@ -378,27 +378,27 @@ class SyncPool(Uncopyable):
             raise LoopWouldBlock("pool.sync")
         if self._pool.state is PoolState.FORKED:
             raise ForkedPool("this pool")
-        self._pool._lifecycle.refuse_in_decision()  # the pool's loop would wait for this thread
+        self._pool._lifecycle.refuse_in_decision()  # its loop would wait for this thread
 
     def __repr__(self) -> str:
         return f"<sync of {self._pool!r}>"
 
 
 def _end_collected(block: AbstractAsyncContextManager[object], error: GeneratorExit) -> None:
-    """End a block where perhaps the collector does, on any thread: so it waits for no loop."""
+    """End a block, perhaps from garbage collection on any thread, without waiting for a loop."""
     with suppress(StopIteration, PartitionClosed):
         block.__aexit__(type(error), error, error.__traceback__).send(None)
 
 
 class _Call(Generic[T]):
-    """A call of an async function by a thread, as a task of the loop."""
+    """A thread's call of an async function, which runs as a task of the loop."""
 
     def __init__(self, function: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> None:
         self._function = function
         self._args = args
         self._thread = threading.current_thread()
         self.context = copy_context()
-        #: None until it has begun.
+        #: None until the call begins.
         self.task: asyncio.Task[None] | None = None
         self.ended: Future[T] = Future()
 
@@ -406,7 +406,7 @@ class _Call(Generic[T]):
         holder_override.set((current_adapter().current_task(), self._thread))
         try:
             value = await self._function(*self._args)
-        except BaseException as error:  # an interrupt, too, is the caller's and ends no loop
+        except BaseException as error:  # also an interrupt, which belongs to the caller
             self.ended.set_exception(error)
         else:
             self.ended.set_result(value)
@@ -429,10 +429,10 @@ def _blocking(
 
 
 class SyncPartition(Uncopyable):
-    """A lease, for threads without a loop: where `Partition` returns a job, this waits for it.
+    """A lease for threads without a loop. Its methods wait for the jobs that `Partition` returns.
 
     For any thread, inside the block. Arguments, values and errors are those of the methods of
-    `Partition` with the same names. To overlap several: `SyncPool.call`.
+    `Partition` with the same names. To overlap several calls, use `SyncPool.call`.
 
     Attributes:
         partition: the lease itself, for `SyncPool.call`.
@@ -446,7 +446,7 @@ class SyncPartition(Uncopyable):
 
     @property
     def sm_count(self) -> int:
-        """The SMs that were granted."""
+        """The number of granted SMs."""
         return self.partition.sm_count
 
     @property
@@ -456,7 +456,7 @@ class SyncPartition(Uncopyable):
 
     @property
     def device_id(self) -> int:
-        """The ordinal of its device."""
+        """The ordinal of the device."""
         return self.partition.device_id
 
     checkpoint = _blocking(Partition.checkpoint)

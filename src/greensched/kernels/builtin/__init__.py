@@ -1,7 +1,7 @@
 """Built-in kernels, for examples, tests, measurements and `pool.verify()`.
 
-Each has its CUDA source, numpy reference and cost in one file, so that it runs on a GPU and on the
-simulated driver. Numbers are float32; no kernel needs a particular grid or block.
+Each kernel's CUDA source, numpy reference and cost are in one file, so that it runs on a GPU and on
+the simulated driver. Numbers are float32. Every grid and block is valid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernels over flat float32 arrays of `n` items: fill, saxpy, reduce_sum.
 
-They are correct on any grid and block. All three are bound by memory: their costs are their bytes.
+They are correct on any grid and block. All three are memory-bound, so their costs are their bytes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _reduce_sum_cost(launch: LaunchFacts, _x: Floats, _out: Floats, n: np.uint64
 
 
 def _streaming(launch: LaunchFacts, n: int, nbytes: int) -> Cost:
-    """Return the cost of this many bytes per item; two operations per item do not matter."""
+    """Return the cost of moving this many bytes; two operations per item are negligible."""
     return roofline(
         launch, blocks=blocks_for(launch, n), flops=2.0 * n, efficiency=1.0, nbytes=nbytes * n
     )

@@ -1,8 +1,8 @@
-"""Shared by the built-in kernels: the numbering of threads, and the cost of work.
+"""Code for all built-in kernels: the numbering of threads, and the cost of work.
 
-The costs are rooflines: arithmetic and bytes per nanosecond of each SM, and the bandwidth of the
-device's memory for all. They are for simulations, where the *proportions* between kernels and
-between partition sizes matter; the rates are those of an H200, for every device.
+The costs are rooflines: operations and bytes per nanosecond of each SM, and the shared bandwidth
+of the device's memory. They are for simulations, where the *proportions* between kernels and
+between partition sizes matter. All devices use the rates of an H200.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def first(array: NDArray[Item], n: int | np.integer[Any]) -> NDArray[Item]:
     """Return the first n items of an array.
 
     Raises:
-        IndexError: it has fewer.
+        IndexError: The array has fewer items.
     """
     if n > array.size:
         raise IndexError(f"{n} items of a buffer that holds {array.size}")
@@ -62,14 +62,14 @@ def first(array: NDArray[Item], n: int | np.integer[Any]) -> NDArray[Item]:
 def roofline(
     launch: LaunchFacts, *, blocks: int, flops: float, efficiency: float, nbytes: float
 ) -> Cost:
-    """Return the cost of a kernel that computes and moves bytes, whichever takes longer.
+    """Return the cost of a kernel that is bound by arithmetic or by bytes.
 
     Args:
-        launch: its grid bounds how many SMs the kernel can use.
-        blocks: how many blocks have work; further ones in the grid are idle.
+        launch: The launch; its grid limits how many SMs the kernel can use.
+        blocks: How many blocks have work; further blocks in the grid are idle.
         flops: float32 operations.
-        efficiency: the fraction of an SM's arithmetic that the kernel reaches.
-        nbytes: bytes moved to or from device memory.
+        efficiency: The fraction of an SM's arithmetic that the kernel reaches.
+        nbytes: Bytes moved to or from device memory.
     """
     arithmetic = flops / (SM_FLOPS_PER_NS * efficiency)
     usable = min(blocks, math.prod(launch.grid))

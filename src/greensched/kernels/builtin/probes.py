@@ -1,4 +1,4 @@
-"""Kernels that compute nothing: spin takes time, smids records SMs, latch waits for the host.
+"""Kernels without results: `spin` takes time, `smids` records SMs, `latch` waits for the host.
 
 `%globaltimer` is the clock of the device in nanoseconds; its resolution depends on the device (1 us
 on many). Source: PTX ISA, "Special Registers: %globaltimer, %smid".
@@ -98,7 +98,7 @@ def _latch_cost(_launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> Cos
 
 
 def _rounds(launch: LaunchFacts) -> int:
-    """Return how often the SMs fill up. Waiting blocks share an SM without slowing each other."""
+    """Return how often the SMs fill up. Blocks that only wait do not slow each other."""
     device = launch.device
     threads = math.prod(launch.block)
     per_sm = min(
