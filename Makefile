@@ -31,7 +31,8 @@
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
 #   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process
-#   make soak           run 200,000 leases: memory, threads and files must not grow
+#   make soak           run leases with faults for MINUTES=10: memory, threads, files and device memory
+#                       must not grow
 
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3.14 python3,$(if $(shell $(v) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(v))))
 VENV   := .venv
@@ -146,8 +147,9 @@ PROGRAMS ?= 10000
 fuzz-scheduler: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduling.fuzz --programs $(PROGRAMS) $(ARGS)
 
+MINUTES ?= 10
 soak: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.system.soak $(ARGS)
+	$(BIN)/python -m benchmarks.system.soak --minutes $(MINUTES) $(ARGS)
 
 # Built in a copy: the build writes its libraries beside the sources, where every import finds them.
 compiled: $(COMPILED)/.ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -237,29 +238,30 @@ def test_the_percentile_is_a_sample() -> None:
     assert timing.name_of(0.999) == "p99.9"
 
 
+@pytest.mark.filterwarnings("ignore:<Partition:ResourceWarning")
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds of leases of every kind leave nothing on the device, and are counted."""
     monkeypatch.setattr(soak, "ROUND", 160)
+    monkeypatch.setattr(soak, "ROUND_OF_OTHERS", 16)
     monkeypatch.setattr(soak, "WEIGHTS", [1] * len(soak.KINDS))
     run = soak.Soak(seed=1)
-    samples = list(run.run(320))
-    assert [sample.leases for sample in samples] == [160, 320]
-    assert run.kinds.total() == 320
+    rounds = run.rounds()
+    samples = [next(rounds), next(rounds)]
+    rounds.close()
+    assert 320 <= samples[1].leases == run.kinds.total()
+    assert 2 <= run.ends["closed"] <= 2 * len(soak.scripts(random.Random(1)))
+    assert samples[0].threads == samples[1].threads
 
 
 def test_growth_is_seen() -> None:
-    """What is more at any later sample than at the first settled one has grown."""
-    samples = [
-        soak.Sample(10_000, 9, 9, 9),
-        soak.Sample(20_000, 1, 2, 3),
-        soak.Sample(30_000, 5, 2, 4),
-        soak.Sample(40_000, 1, 2, 3),
-    ]
-    assert soak.grown(samples) == {
-        "memory (bytes)": (4, soak.MOST_BYTES),
-        "threads": (0, 0),
-        "files": (1, 0),
-    }
+    """The line through the second half of the samples rises by what grows, not by its last one."""
+    flat = [soak.Sample(1000 * n, n == 9, 2, 3, 4, 5) for n in range(20)]
+    assert set(soak.rises(flat).values()) == {0.0}
+    threads = [soak.Sample(1000 * n, 7, n // 5, 3, 4, n) for n in range(20)]
+    risen = soak.rises(threads)
+    assert risen["objects"] == pytest.approx(9)
+    assert soak.MOST_RISE["threads"] < risen["threads"] < 2
+    assert risen["resident"] == risen["files"] == risen["device_bytes"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import trio
 
 from greensched.driver import simulated
 from greensched.driver.simulated import Slow, Span, VirtualClock, cost
-from greensched.errors import DriverMisuse
+from greensched.errors import CUDAError, DriverMisuse
 
 from .machine import LAUNCH_NS, Machine, on_thread, spin
 
@@ -209,6 +209,23 @@ def test_drivers_share_a_clock(make: Make) -> None:
     two.run(two.stream(), "again", fixed_ns=10)
     two.finish()
     assert (set(one.times()), set(two.times())) == ({"one"}, {"two", "again"})
+
+
+def test_closing_ends_the_calls_that_wait(make: Make) -> None:
+    """A thread in a call that waits for work that never ends gets DEINITIALIZED, and goes on."""
+    machine = make(clock=VirtualClock(), faults=[simulated.Hang("stuck")])
+    stream, told = machine.stream(), list[CUDAError]()
+    machine.run(stream, "stuck")
+
+    def wait() -> None:
+        with pytest.raises(CUDAError) as error:
+            machine.driver.synchronize_stream(stream)
+        told.append(error.value)
+
+    thread = machine.driver.start_thread(wait, "waits")
+    machine.close()
+    thread.join()
+    assert [error.status for error in told] == [4]
 
 
 # -- threads and loops --------------------------------------------------------------------------

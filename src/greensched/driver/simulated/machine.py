@@ -129,9 +129,14 @@ class Machine:
         self._live: Counter[tuple[int, str]] = Counter()
 
     def close(self) -> None:
-        """End the clock's work for this machine: queued work never runs. Idempotent."""
+        """End the clock's work for this machine: queued work never runs. Idempotent.
+
+        A call that waits for such work, on whatever thread, returns DEINITIALIZED.
+        """
         if not self._closed:
             self._closed = True
+            for device in self.devices:
+                device.fault = device.fault or from_status(4, "close")
             self.clock.detach(self.timeline)
 
     # -- checks --------------------------------------------------------------------------------

@@ -110,10 +110,11 @@ class VirtualClock:
         return timeline
 
     def detach(self, timeline: Timeline) -> None:
-        """Forget a timeline: nothing on it happens any more."""
+        """Forget a timeline: nothing on it happens any more, and what waits for that is woken."""
         with self._lock:
             if timeline in self._timelines:
                 self._timelines.remove(timeline)
+        self.wake(None)
 
     def now(self) -> int:
         """Return nanoseconds since the clock was made."""
