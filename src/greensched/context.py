@@ -404,12 +404,13 @@ class Context(ContextLimits):
     def refuse_while_used(self) -> None:
         """Raise InvalidRequest if `close` would; change nothing."""
         current_context.forget_replaced(self)
+        is_unscoped = current_context.is_unscoped(self)
         # Another library that retains the primary, such as torch, may have made it current.
-        is_ours = self.kind in ("green", "own") or current_context.is_entered_here(self)
+        is_ours = self.kind in ("green", "own") or here.ref in self.inside or is_unscoped
         if self.kind != "adopted" and is_ours and self.is_current:
             raise InvalidRequest(f"{self!r} is current on this thread: leave its block, then close")
         threads = [thread.name for ref in self.inside if (thread := ref()) is not None]
-        if current_context.is_unscoped(self):  # lower on the stack, to become current again
+        if is_unscoped:  # lower on the stack, to become current again
             threads.append(here.token.name)
         if threads:
             raise InvalidRequest(

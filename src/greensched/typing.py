@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-T_co = TypeVar("T_co", covariant=True)
 
 
 # -- sizes of a partition ---------------------------------------------------------------------
@@ -51,7 +49,6 @@ class Feature(enum.Enum):
     """A feature that a driver may lack; the value names it and what it needs."""
 
     STRUCTURED_SPLIT = "a split into groups of different sizes (CUDA 13.1)"
-    STREAM_RESOURCES = "asking a stream for its resources (CUDA 13.1)"
     WORKQUEUES = "work-queue resources (CUDA 13.1)"
     WRITE_VALUE = "stream memory operations"
 
@@ -236,6 +233,3 @@ class SupportsCudaArray(Protocol):
 #: Another library's array in device memory and C order: torch's, CuPy's, numba's, Warp's, JAX's;
 #: or a `Buffer` of cuda.core, which is an array of bytes.
 DeviceArray = SupportsDLPack | SupportsCudaArray
-
-#: Anything that numpy can convert to an array without copying device memory.
-ArrayLike = Any

@@ -12,7 +12,7 @@ import greensched
 from greensched import BufferClosed, InvalidArray, LaunchConfig
 from greensched.device.allocators import PinnedAllocator
 from greensched.device.staging import CHUNK
-from greensched.device.staging_ring import SLOT, SLOTS, StagingSlot, stage_out
+from greensched.device.staging_ring import SLOT, SLOTS, StagingSlot
 from greensched.kernels import fill
 from helpers.backend import Backend
 from helpers.gate import Gate
@@ -421,13 +421,14 @@ def test_a_download_is_whole_for_every_thread(
                 thread = threading.Thread(target=lambda: found.append(job.result().copy()))
 
                 def slowly(
-                    slot: StagingSlot, out: npt.NDArray[np.generic]
+                    slot: StagingSlot, like: npt.NDArray[np.generic]
                 ) -> npt.NDArray[np.generic]:
                     thread.start()
                     assert asked.wait()
-                    return stage_out(slot, out)
+                    return place(slot, like)
 
-                monkeypatch.setattr("greensched.device.staging_ring.stage_out", slowly)
+                place = StagingSlot.place
+                monkeypatch.setattr(StagingSlot, "place", slowly)
                 gate.open()
                 await job
                 thread.join()

@@ -30,12 +30,12 @@ def test_an_event_has_the_flags_that_were_asked(
 def test_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping is kept while it is registered, and no longer."""
     cuda = SimpleNamespace(
-        cuMemHostRegister=lambda *_: (0,),
+        cuMemHostRegister=lambda *_: None,
         cuMemHostGetDevicePointer=lambda address, _: address,
         cuMemHostUnregister=lambda _: None,
     )
     monkeypatch.setattr(memory, "cuda", cuda)
-    monkeypatch.setattr(memory, "call", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(memory, "call", lambda function, *arguments, **_: function(*arguments))
     methods: Any = memory.Memory
     host = methods.allocate_host(None, 64)
     assert host.address in memory._registered

@@ -17,7 +17,7 @@ from greensched import errors
 from greensched.driver.cuda.bindings import cuda
 from greensched.driver.interface import Driver
 from greensched.driver.types import CodeImage, StreamHandle
-from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Feature, Limit
+from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
 if TYPE_CHECKING:
     from driver_cuda.conftest import Arguments, Standin
@@ -223,20 +223,6 @@ def test_a_green_context_has_what_it_was_given(driver: Driver, primary: Any) -> 
     assert driver.resource_facts(driver.context_resource(view)).sm_count == 16
     assert driver.current() == primary
     driver.synchronize_context(view)
-    driver.destroy_green(green)
-
-
-def test_the_resource_of_a_stream(driver: Driver, primary: Any) -> None:
-    """A stream tells its SMs where driver and wheel can be asked, else NotSupported is raised."""
-    (group,), _ = driver.split_by_count(driver.device_resource(0), 1, 24)
-    green = driver.create_green(driver.describe([group]), 0)
-    stream = driver.create_stream(green)
-    if driver.supports(Feature.STREAM_RESOURCES):
-        assert driver.resource_facts(driver.stream_resource(stream)).sm_count == 24
-    else:
-        with pytest.raises(errors.NotSupported, match="cuStreamGetDevResource needs"):
-            driver.stream_resource(stream)
-    driver.destroy_stream(stream)
     driver.destroy_green(green)
 
 

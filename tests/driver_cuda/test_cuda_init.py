@@ -181,5 +181,5 @@ def test_version_and_features_are_the_drivers(driver: Driver) -> None:
     assert driver.version[0] == 13
     newer = driver.version >= (13, 1) and hasattr(cuda, "cuStreamGetDevResource")
     there = {feature for feature in Feature if driver.supports(feature)}
-    since_13_1 = {Feature.STRUCTURED_SPLIT, Feature.STREAM_RESOURCES, Feature.WORKQUEUES}
+    since_13_1 = {Feature.STRUCTURED_SPLIT, Feature.WORKQUEUES}
     assert there == (set(Feature) if newer else set(Feature) - since_13_1)

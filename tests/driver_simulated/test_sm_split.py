@@ -145,18 +145,6 @@ def test_the_resource_of_a_primary_is_the_device(machine: Machine) -> None:
     assert len(machine.driver.split_by_count(resource, None, 8)[0]) == 15
 
 
-def test_a_stream_has_the_sms_of_its_context(make: Make) -> None:
-    """From 13.1 on a stream has a resource; before, the call is not supported."""
-    machine = make("h200@13.1")
-    green = machine.green(16)
-    resource = machine.driver.stream_resource(machine.stream(green))
-    assert mask(resource) == mask(machine.cells(16)[0])
-    assert mask(machine.driver.stream_resource(machine.stream())).bit_count() == 132
-    old = make("h200@13.0")
-    with pytest.raises(NotSupported, match=r"CUDA 13\.1; this is a simulated CUDA 13\.0"):
-        old.driver.stream_resource(old.stream())
-
-
 # -- descriptors --------------------------------------------------------------------------------
 
 
@@ -258,12 +246,12 @@ def test_a_descriptor_needs_a_resource(machine: Machine) -> None:
 
 def test_features_can_be_taken_away(make: Make) -> None:
     """A machine made without a feature behaves as if its version lacked it."""
-    lacking = {Feature.STREAM_RESOURCES, Feature.WRITE_VALUE}
+    lacking = {Feature.WORKQUEUES, Feature.WRITE_VALUE}
     machine = make("h200@13.4", without=lacking)
     driver = machine.driver
     assert not any(driver.supports(feature) for feature in lacking)
     with pytest.raises(NotSupported, match="without it"):
-        driver.stream_resource(machine.stream())
+        driver.device_workqueue(0)
     with pytest.raises(NotSupported, match="without it"):
         driver.bind_mark(machine.stream(), 0)
 

@@ -319,11 +319,6 @@ def is_unscoped(context: Enterable) -> bool:
     return any(_is(index, context) for index in range(len(here.unscoped)))
 
 
-def is_entered_here(context: Enterable) -> bool:
-    """Whether this thread is in a block of it, or made it current by one of its methods."""
-    return here.ref in context.inside or is_unscoped(context)
-
-
 def _add(
     context: Enterable, make_current: Callable[[ContextHandle], None], *, pushed: bool
 ) -> None:

@@ -33,7 +33,6 @@ class SMResource:
     Args:
         cut: an object that all outputs of one split share; None: it can be split itself.
         is_trial: it came from a dry run, and no context can be made of it.
-        is_device: it is every SM of its device.
     """
 
     __slots__ = (
@@ -56,11 +55,8 @@ class SMResource:
         cut: object = None,
         *,
         is_trial: bool = False,
-        is_device: bool = False,
     ) -> None:
         facts = driver.resource_facts(handle)
-        if is_device and not facts.min_partition_size:
-            facts = splitting.granularity(driver, handle, facts)
         self._driver = driver
         self.cut = cut
         self.is_trial = is_trial
@@ -69,8 +65,7 @@ class SMResource:
         self.handle = handle
         #: The number of SMs.
         self.sm_count = facts.sm_count
-        #: The smallest group of a split. 0 for outputs and contexts where the driver does not say
-        #: (12.x); for a device it is found by trying there.
+        #: The smallest group of a split. 0 for outputs of a split where the driver does not say.
         self.min_partition_size = facts.min_partition_size
         #: SMs that are co-scheduled: counts are multiples of it. 0 as above.
         self.coscheduled_alignment = facts.coscheduled_alignment
@@ -252,9 +247,9 @@ class DeviceResources:
         """The SMs, which can be split."""
         self._check()
         if self._context is None:
-            whole = self._driver.device_resource(self.device_id)
-            return SMResource(self._driver, self.device_id, whole, is_device=True)
-        handle = self._driver.context_resource(self._context)
+            handle = self._driver.device_resource(self.device_id)
+        else:
+            handle = self._driver.context_resource(self._context)
         return SMResource(self._driver, self.device_id, handle)
 
     @property

@@ -125,22 +125,6 @@ def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[S
         raise InvalidSplit(asked, have.sm_count, why, nearest) from error
 
 
-def granularity(driver: Driver, device: ResourceHandle, facts: ResourceFacts) -> ResourceFacts:
-    """Find a device's smallest group and step by trial: drivers below 13.0 do not tell."""
-
-    def made(minimum: int) -> int:
-        (group, *_), _ = driver.split_by_count(device, 1, minimum)
-        return driver.resource_facts(group).sm_count
-
-    least = step = made(1)
-    try:
-        step = made(least + 1) - least
-    except CUDAError as error:
-        if error.status not in REFUSALS:
-            raise  # else there is no larger one
-    return replace(facts, min_partition_size=least, coscheduled_alignment=step)
-
-
 def _split_method(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
     if driver.supports(Feature.STRUCTURED_SPLIT):
         return _structured

@@ -35,12 +35,16 @@ Bytes = npt.NDArray[np.uint8]
 class StagingSlot:
     """A piece of pinned memory for one small copy."""
 
-    __slots__ = ("address", "bytes")
+    __slots__ = ("_bytes", "address")
 
     def __init__(self, memory: HostMemory, index: int) -> None:
         start = index * SLOT
         self.address = memory.address + start
-        self.bytes: Bytes = np.frombuffer(memory.view, np.uint8)[start : start + SLOT]
+        self._bytes: Bytes = np.frombuffer(memory.view, np.uint8)[start : start + SLOT]
+
+    def place(self, like: Array) -> Array:
+        """Return the beginning of the slot as an array like another one."""
+        return self._bytes[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 
 class StagingRing:
@@ -75,19 +79,6 @@ class StagingRing:
         self._used.clear()
         with self._primary.entered():
             self._primary.driver.free_host(self._memory)
-
-
-def stage_in(slot: StagingSlot, array: Array) -> None:
-    """Copy a small array into a slot, in C order."""
-    place = slot.bytes[: array.nbytes].view(array.dtype).reshape(array.shape)
-    np.copyto(place, array, casting="no")
-
-
-def stage_out(slot: StagingSlot, out: Array) -> Array:
-    """Copy a small array out of its slot."""
-    place = slot.bytes[: out.nbytes].view(out.dtype).reshape(out.shape)
-    np.copyto(out, place, casting="no")
-    return out
 
 
 def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Array]]:

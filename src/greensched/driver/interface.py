@@ -94,11 +94,13 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def device_count(self) -> int: ...
+    def device_count(self) -> int:
+        """Return how many devices there are."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def device_facts(self, device: int) -> DeviceFacts: ...
+    def device_facts(self, device: int) -> DeviceFacts:
+        """Return a device's constant properties."""
 
     # -- contexts -----------------------------------------------------------------------------
 
@@ -190,7 +192,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
-    def cache_config(self) -> CacheConfig: ...
+    def cache_config(self) -> CacheConfig:
+        """Return the cache preference of the current context."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
@@ -220,12 +223,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """Return the SMs of a stream's context. Needs `Feature.STREAM_RESOURCES`."""
-
-    @abc.abstractmethod
-    @driver_call(NEVER)
-    def resource_facts(self, resource: ResourceHandle) -> ResourceFacts: ...
+    def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
+        """Return the size, the smallest group and the alignment of an SM resource."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -278,7 +277,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts: ...
+    def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
+        """Return the sharing scope and the concurrency of a work-queue configuration."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -403,7 +403,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def record_event(self, event: EventHandle, stream: StreamHandle) -> None: ...
+    def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
+        """Record the stream's work so far."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -412,7 +413,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(MAY)
-    def synchronize_event(self, event: EventHandle) -> None: ...
+    def synchronize_event(self, event: EventHandle) -> None:
+        """Wait for the recorded work."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -470,7 +472,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def destroy_graph(self, graph: GraphHandle) -> None: ...
+    def destroy_graph(self, graph: GraphHandle) -> None:
+        """End a graph."""
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -588,7 +591,8 @@ class Driver(HostServices, abc.ABC):
 
     @abc.abstractmethod
     @driver_call(NEVER)
-    def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle: ...
+    def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
+        """Return a kernel by its name in the code."""
 
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)

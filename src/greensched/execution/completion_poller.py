@@ -394,8 +394,7 @@ class CompletionPoller:
                 self._check_failures()
             if action.delay is not None:
                 self._schedule(action.delay)
-        if self.watchdog is not None:
-            self._look_for_hangs(self.watchdog)
+        self._look_for_hangs()
         if self.waiting:
             if self._driver.time() < self._queue_tick_due:
                 self._schedule(self._queue_tick_due - self._driver.time())
@@ -403,10 +402,12 @@ class CompletionPoller:
                 self._tick_queue()
         self._policy.turn_began(time.perf_counter())
 
-    def _look_for_hangs(self, watchdog: Watchdog) -> None:
+    def _look_for_hangs(self) -> None:
         """Call the watchdog. Whatever it raises is logged: on trio it would end the program."""
+        if self.watchdog is None:
+            return
         try:
-            delay = watchdog(self)
+            delay = self.watchdog(self)
         except Exception:
             logger.exception("the watchdog failed; it looks again")
             delay = MAX_SAFETY_S
@@ -429,15 +430,13 @@ class CompletionPoller:
             self._policy.progressed(time.perf_counter())
         if self._on_device:
             self._poll_now()
-        if self.watchdog is not None:
-            self._look_for_hangs(self.watchdog)
+        self._look_for_hangs()
         self._resume()
 
     def _poll_virtual(self) -> None:
         """Poll where the device progressed while the loop was idle, or failed."""
         self._poll()
-        if self.watchdog is not None:
-            self._look_for_hangs(self.watchdog)
+        self._look_for_hangs()
         self._wake(RESUMED_AT_ONCE)
         self._check_failures()
 

@@ -85,7 +85,9 @@ class Graph(Closable):
         If the capture fails, the job fails, and the next launch tries again. Cancelling a task that
         awaits the job stops only the waiting.
         """
-        lease = _lease_of(p)
+        if not hasattr(p, "_ready_lease"):
+            raise InvalidRequest(f"Graph.launch takes a Partition, not {type(p).__name__}: {p!r}")
+        lease = p._ready_lease()
         if self.is_closed:
             raise Closed("this graph")
         if lease.ordinal != self.device_id:
@@ -324,9 +326,3 @@ def _invalidated(error: CUDAError) -> InvalidCapture:
         "it waited for the device or for work outside the capture, or did not join a stream of its "
         f"own to the captured one ({error})"
     )
-
-
-def _lease_of(p: LaunchTarget) -> Lease:
-    if not hasattr(p, "_ready_lease"):
-        raise InvalidRequest(f"Graph.launch takes a Partition, not {type(p).__name__}: {p!r}")
-    return p._ready_lease()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol
 
@@ -260,11 +261,9 @@ class Job(Uncopyable, Generic[T]):
         return f"<Job {self.name}: {state}>"
 
 
+@dataclass(slots=True, eq=False)
 class _DoneCallback:
     """A done callback and the context to call it in. Compared by identity."""
 
-    __slots__ = ("callback", "context")
-
-    def __init__(self, callback: Callable[[Any], object], context: Context) -> None:
-        self.callback = callback
-        self.context = context
+    callback: Callable[[Any], object]
+    context: Context

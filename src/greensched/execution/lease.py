@@ -40,8 +40,9 @@ from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
-from greensched.execution.lease_drain import LeaseDrain, end_capture
+from greensched.execution.lease_drain import LeaseDrain
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
+from greensched.execution.worker_calls import drop_capture
 from greensched.kernels import Abandonment
 from greensched.records import Done, Recorder, Submitted
 from greensched.scheduling.requests import Grant
@@ -670,8 +671,11 @@ class Lease:
         self.state = LeaseState.DRAINING
         self.close_bound_launches()
         health = self.executor.health
-        if self.stream_shared and not health.is_over:
-            end_capture(self.executor)
+        if self.stream_shared and not health.is_over:  # a capture would take in the last ticket
+            try:
+                drop_capture(self.executor.driver, self.executor.launch_stream)
+            except CUDAError as error:
+                health.fail(error)
         if not health.is_over:
             self.ticket_bound_launches()
         if health.is_over:

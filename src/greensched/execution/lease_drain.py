@@ -11,7 +11,6 @@ from functools import partial
 from greensched.errors import CUDAError
 from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.executor import Executor
-from greensched.execution.worker_calls import drop_capture
 
 
 class LeaseDrain:
@@ -98,11 +97,3 @@ class LeaseDrain:
             self._close()
         elif last is not None:
             self._poller.when_reached(stream, last, self._close)
-
-
-def end_capture(executor: Executor) -> None:
-    """End a library's capture on the launch stream: it would record the last ticket."""
-    try:
-        drop_capture(executor.driver, executor.launch_stream)
-    except CUDAError as error:
-        executor.health.fail(error)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context as ContextVars
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -256,24 +257,15 @@ def drop_capture(driver: Driver, stream: TicketedStream) -> None:
         logger.warning("the capture was invalid already: %s", error)
 
 
+@dataclass(slots=True, eq=False)
 class _QueuedCall:
     """A function for the worker, the context variables it sees, and the poller to tell."""
 
-    __slots__ = ("context", "function", "job", "poller", "where")
-
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        job: Job[Any],
-        poller: CompletionPoller,
-        where: CallContext | None,
-        context: ContextVars | None,
-    ) -> None:
-        self.function = function
-        self.job = job
-        self.poller = poller
-        self.where = where
-        self.context = context
+    function: Callable[[], Any]
+    job: Job[Any]
+    poller: CompletionPoller
+    where: CallContext | None
+    context: ContextVars | None
 
     def run(self) -> None:
         """Call the function."""

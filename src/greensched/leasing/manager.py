@@ -342,11 +342,9 @@ class LeaseManager:
         """Turn the grants of a request into leases of this loop."""
         grants, granted.grants = granted.grants, ()  # or request and grants would be a cycle
         # On trio, asking is a checkpoint anyway, which costs more than a decision.
-        is_cached = request.is_reused and not poller.loop.always_yields
         notes_place = self.cache.notes_places or self.watchdog.is_on
-        if notes_place and not self.cache.notes_places:
-            is_cached = False
-        key = (request, get_ident()) if is_cached else None
+        may_cache = not poller.loop.always_yields and notes_place == self.cache.notes_places
+        key = (request, get_ident()) if request.is_reused and may_cache else None
         quota = self._quotas.get(granted.class_state.name)
         leases = []
         for grant in grants:

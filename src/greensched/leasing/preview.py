@@ -54,7 +54,7 @@ def preview(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> Spli
         InvalidSize, InvalidRequest: what can never be right, on no device.
     """
     parts = parse_sizes(sizes)
-    granted = _fitted(cells, parts)
+    granted = tuple(cells.sm_count(mask) for mask in cells.fit_all(cells.full_mask, parts))
     nearest = () if granted else cells.nearest(cells.full_mask, parts)
     return SplitPreview(
         device=device.ordinal,
@@ -94,10 +94,6 @@ def _preview_device(
         return preview(device, split_device(device, fine=fine).cells, sizes)
     finally:
         device.close()
-
-
-def _fitted(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
-    return tuple(cells.sm_count(mask) for mask in cells.fit_all(cells.full_mask, parts))
 
 
 def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:

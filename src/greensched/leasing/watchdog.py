@@ -22,6 +22,7 @@ import math
 import os
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from threading import RLock
 from typing import Final, Literal, Protocol, get_args
 
@@ -91,20 +92,18 @@ def end_process(policy: ExitPolicy) -> None:
         os._exit(EXIT_STATUS)
 
 
+@dataclass(slots=True, eq=False)
 class _Turn:
     """The turn of the oldest outstanding work of a stream."""
 
-    __slots__ = ("ahead", "began", "hangs", "limit", "word")
-
-    def __init__(self, word: int, began: float, limit: float) -> None:
-        #: What the stream had written when the turn began.
-        self.word = word
-        self.began = began
-        #: The limit of its class; before it is asked for, the shortest of the pool.
-        self.limit = limit
-        self.hangs = False
-        #: What hangs on another stream, and is ahead of it.
-        self.ahead: tuple[TicketedStream, int] | None = None
+    #: What the stream had written when the turn began.
+    word: int
+    began: float
+    #: The limit of its class; before it is asked for, the shortest of the pool.
+    limit: float
+    hangs: bool = False
+    #: What hangs on another stream, and is ahead of it.
+    ahead: tuple[TicketedStream, int] | None = None
 
 
 class Watchdog:

@@ -46,7 +46,6 @@ class Contexts(Driver):
         call(cuda.cuDevicePrimaryCtxRelease, device_handle(device))
 
     def primary_state(self, device: int) -> tuple[int, bool]:
-        """Call `cuDevicePrimaryCtxGetState`."""
         flags, active = call(cuda.cuDevicePrimaryCtxGetState, device_handle(device))
         return int(flags), bool(active)
 
@@ -71,7 +70,6 @@ class Contexts(Driver):
             raise error_for_status(status, "cuCtxSetCurrent")
 
     def push_current(self, context: ContextHandle) -> None:
-        """Call `cuCtxPushCurrent`."""
         call(cuda.cuCtxPushCurrent, context)
 
     def pop_current(self) -> ContextHandle:
@@ -105,7 +103,6 @@ class Contexts(Driver):
         return ContextFlags(int(call(cuda.cuCtxGetFlags)) & int(~ContextFlags(0)))
 
     def limit(self, limit: Limit) -> int:
-        """Call `cuCtxGetLimit`."""
         try:
             return int(call(cuda.cuCtxGetLimit, _LIMITS[limit], detail=limit.name))
         except CUDAError as error:
@@ -119,11 +116,9 @@ class Contexts(Driver):
             raise _unsupported(error, limit) from None
 
     def cache_config(self) -> CacheConfig:
-        """Call `cuCtxGetCacheConfig`."""
         return CacheConfig(int(call(cuda.cuCtxGetCacheConfig)))
 
     def set_cache_config(self, config: CacheConfig) -> None:
-        """Call `cuCtxSetCacheConfig`."""
         call(cuda.cuCtxSetCacheConfig, _CACHES[config])
 
     def synchronize_context(self, context: ContextHandle) -> None:

@@ -106,8 +106,16 @@ def error_for_missing_function(call: str) -> errors.NotSupported:
     )
 
 
-def call(function: Callable[..., Any], *arguments: Any, detail: str = "") -> Any:
+def call(
+    function: Callable[..., Any], *arguments: Any, detail: str = "", asked: int | None = None
+) -> Any:
     """Call the driver, where a tenth of a microsecond does not matter.
+
+    Args:
+        function: of the wheel.
+        arguments: its.
+        detail: the arguments that matter, in words.
+        asked: the requested bytes, where the call allocates memory.
 
     Returns:
         The call's results without its status: None, the one value, or a tuple of them.
@@ -125,7 +133,7 @@ def call(function: Callable[..., Any], *arguments: Any, detail: str = "") -> Any
     except RuntimeError as error:
         raise error_for_missing_library(error, name) from error
     if status:
-        raise error_for_status(status, name, detail)
+        raise error_for_status(status, name, detail, asked)
     if len(answer) == 1:
         return answer[0]
     return tuple(answer) if answer else None

@@ -23,7 +23,6 @@ OLDEST: Final = 13000
 #: 13.1, so a function of that release stands for them.
 _SIGNS: Final[dict[Feature, tuple[str, int, str]]] = {
     Feature.STRUCTURED_SPLIT: ("cuDevSmResourceSplit", 13010, "cuDevSmResourceSplit"),
-    Feature.STREAM_RESOURCES: ("cuStreamGetDevResource", 13010, "cuStreamGetDevResource"),
     Feature.WORKQUEUES: ("cuStreamGetDevResource", 13010, "CUdevWorkqueueConfigResource"),
     Feature.WRITE_VALUE: ("cuStreamWriteValue32", 11070, "cuStreamWriteValue32"),
 }

@@ -82,7 +82,6 @@ class Memory(Driver):
         call(cuda.cuMemPoolDestroy, pool)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Call `cuDeviceCanAccessPeer`."""
         handles = device_handle(device), device_handle(peer)
         return bool(call(cuda.cuDeviceCanAccessPeer, *handles, detail=f"{device} of {peer}"))
 
@@ -94,7 +93,6 @@ class Memory(Driver):
         call(cuda.cuMemPoolSetAccess, pool, [access], 1, detail=f"for device {device}")
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
-        """Call `cuMemPoolGetAttribute`."""
         attribute = _POOL_ATTRIBUTE.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
         return int(call(cuda.cuMemPoolGetAttribute, pool, attribute))
 
@@ -111,7 +109,6 @@ class Memory(Driver):
         return int(address)
 
     def free(self, address: int, stream: StreamHandle) -> None:
-        """Call `cuMemFreeAsync`."""
         try:
             (status,) = _free(address, stream)
         except UNKNOWN_STATUS as error:
@@ -131,12 +128,7 @@ class Memory(Driver):
             raise errors.OutOfMemory("mmap", nbytes) from None
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        try:
-            (status,) = cuda.cuMemHostRegister(address, size, _PORTABLE_DEVICEMAP)
-        except UNKNOWN_STATUS as error:
-            raise error_for_unknown_status(error, "cuMemHostRegister") from None
-        if status:
-            raise error_for_status(status, "cuMemHostRegister", f"{nbytes} bytes", asked=nbytes)
+        call(cuda.cuMemHostRegister, address, size, _PORTABLE_DEVICEMAP, asked=nbytes)
         try:
             device_address = int(call(cuda.cuMemHostGetDevicePointer, address, 0))
         except errors.GreenschedError:
@@ -177,7 +169,6 @@ class Memory(Driver):
         call(cuda.cuMemcpyDtoHAsync, host, address, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
-        """Call `cuMemcpyDtoDAsync`."""
         call(cuda.cuMemcpyDtoDAsync, target, source, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy_peer(
@@ -206,5 +197,4 @@ class Memory(Driver):
         )
 
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
-        """Call `cuMemsetD8Async`."""
         call(cuda.cuMemsetD8Async, address, value, nbytes, stream, detail=f"{nbytes} bytes")

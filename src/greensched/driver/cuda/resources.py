@@ -29,7 +29,7 @@ from greensched.typing import Feature
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from greensched.driver.types import EventHandle, SMGroup, StreamHandle
+    from greensched.driver.types import EventHandle, SMGroup
     from greensched.typing import SharingScope
 
 _SM: Final[Any] = cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
@@ -58,8 +58,6 @@ _RESOURCE_BYTES: Final = 144
 #: The driver's status where a resource cannot be cut as asked.
 _INVALID_RESOURCE_CONFIGURATION: Final = 915
 
-#: Missing in wheel 13.0; `Feature.STREAM_RESOURCES` says whether the driver has it too.
-_of_stream: Any = getattr(cuda, "cuStreamGetDevResource", None)
 #: Missing in wheel 13.0; `Feature.STRUCTURED_SPLIT` says whether the driver has it too.
 _split: Any = getattr(cuda, "cuDevSmResourceSplit", None)
 
@@ -153,12 +151,6 @@ class Resources(Driver):
         """Call `cuCtxGetDevResource`, of a primary context or of the view of a green one."""
         return _resource(call(cuda.cuCtxGetDevResource, context, _SM))
 
-    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """Call `cuStreamGetDevResource` (13.1), also for streams that others made."""
-        if _of_stream is None:
-            raise error_for_missing_function("cuStreamGetDevResource")
-        return _resource(call(_of_stream, stream, _SM))
-
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
         """Return the facts that were read when it was made: a resource never changes."""
         return _own(resource).facts
@@ -243,7 +235,6 @@ class Resources(Driver):
         return DescriptorHandle(call(cuda.cuDevResourceGenerateDesc, raws, len(raws)))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """Call `cuGreenCtxCreate`."""
         return GreenHandle(
             call(cuda.cuGreenCtxCreate, descriptor, device_handle(device), _DEFAULT_STREAM)
         )

@@ -141,7 +141,6 @@ class Streams(Driver):
     # -- captures -------------------------------------------------------------------------------
 
     def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
-        """Call `cuStreamBeginCapture`."""
         call(cuda.cuStreamBeginCapture, stream, _THEIR_MODES[mode])
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
@@ -159,7 +158,6 @@ class Streams(Driver):
         return bool(state)
 
     def destroy_graph(self, graph: GraphHandle) -> None:
-        """Call `cuGraphDestroy`."""
         call(cuda.cuGraphDestroy, graph)
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
@@ -188,17 +186,14 @@ class Streams(Driver):
         return ExecutableHandle(made)
 
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
-        """Call `cuGraphLaunch`."""
         call(cuda.cuGraphLaunch, executable, stream)
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:
-        """Call `cuGraphExecDestroy`."""
         call(cuda.cuGraphExecDestroy, executable)
 
     # -- events ---------------------------------------------------------------------------------
 
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
-        """Call `cuEventCreate`."""
         flags = (0 if timing else _DISABLE_TIMING) | (_BLOCKING_SYNC if blocking else 0)
         return EventHandle(call(cuda.cuEventCreate, flags))
 

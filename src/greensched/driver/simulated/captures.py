@@ -57,7 +57,6 @@ class Captures(Component):
         self.machine.captures.add(found.capture)
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """Return the recorded work; raises if the capture was invalidated."""
         found = self.machine.stream(stream, "end_capture")
         capture = self.machine.end_capture(found)
         if capture is None:
@@ -72,19 +71,16 @@ class Captures(Component):
         return self.machine.stream(stream, "is_capturing").capture is not None
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
-        """Set the thread's mode, and return the previous one."""
         thread = self.machine.thread
         previous, thread.capture_mode = thread.capture_mode, mode
         return previous
 
     def destroy_graph(self, graph: GraphHandle) -> None:
-        """End a graph."""
         gone = self.machine.expect(graph, Graph, "destroy_graph")
         gone.alive = False
         self.machine.unregister(gone.stream.device.ordinal, "graph")
 
     def node_count(self, graph: GraphHandle) -> int:
-        """Count the recorded nodes."""
         return len(self.machine.expect(graph, Graph, "node_count").nodes)
 
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:

@@ -13,12 +13,10 @@ class ContextStack(Component):
     """Driver calls for the calling thread's stack of contexts."""
 
     def current(self) -> ContextHandle | None:
-        """Return the top of the thread's stack."""
         stack = self.machine.thread.stack
         return ContextHandle(stack[-1]) if stack else None
 
     def set_current(self, context: ContextHandle | None) -> None:
-        """Replace the top of the thread's stack; None pops it."""
         new = None if context is None else self._check(context, "set_current")
         if self.machine.thread.stack:
             self._pop()
@@ -26,11 +24,9 @@ class ContextStack(Component):
             self._push(new)
 
     def push_current(self, context: ContextHandle) -> None:
-        """Push a context on the thread's stack."""
         self._push(self._check(context, "push_current"))
 
     def pop_current(self) -> ContextHandle:
-        """Pop the top of the thread's stack."""
         if not self.machine.thread.stack:
             raise from_status(201, "pop_current", detail="nothing is current on this thread")
         return ContextHandle(self._pop())

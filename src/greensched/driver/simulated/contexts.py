@@ -34,7 +34,6 @@ class Contexts(Component):
     # -- primary contexts ----------------------------------------------------------------------
 
     def retain_primary(self, device: int) -> ContextHandle:
-        """Make the primary context, or count one more user."""
         machine = self.machine
         machine.usable_device(device, "retain_primary")
         with machine.timeline.lock:
@@ -65,13 +64,11 @@ class Contexts(Component):
             raise DriverMisuse(f"{primary!r} ended while current on {list(primary.threads)}")
 
     def primary_state(self, device: int) -> tuple[int, bool]:
-        """Return (flags, whether it is active)."""
         machine = self.machine
         machine.device(device)
         return int(machine.primary_flags.get(device, 0)), bool(machine.primary_users.get(device))
 
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
-        """Set how the primary context is made; an active one has the flags from here on."""
         self.machine.usable_device(device, "set_primary_flags")
         _check_flags(flags, "set_primary_flags")
         self.machine.primary_flags[device] = flags
@@ -82,7 +79,6 @@ class Contexts(Component):
     # -- contexts beside the primary -------------------------------------------------------------
 
     def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
-        """Make a context beside the primary one."""
         self.machine.usable_device(device, "create_context")
         _check_flags(flags, "create_context")
         context = Context(self.machine.register(OWN, "context"), device, own=True)
@@ -110,17 +106,14 @@ class Contexts(Component):
         check_fault(device, "destroy_context")
 
     def context_device(self, context: ContextHandle) -> int:
-        """Return the device of any context."""
         return self.machine.expect(context, Context, "context_device").device
 
     # -- state -----------------------------------------------------------------------------------
 
     def context_flags(self) -> ContextFlags:
-        """Return the flags of the current context."""
         return self._owner("context_flags")[0].flags
 
     def limit(self, limit: Limit) -> int:
-        """Return a limit of the current context."""
         context, device = self._owner("limit")
         self.machine.wait_for_code_changes(device, "limit")
         _check_limit(limit, device)
@@ -142,7 +135,6 @@ class Contexts(Component):
         context.limits[limit] = nbytes
 
     def cache_config(self) -> CacheConfig:
-        """Return the cache preference of the current context."""
         return self._owner("cache_config")[0].cache_config
 
     def set_cache_config(self, config: CacheConfig) -> None:
@@ -150,7 +142,6 @@ class Contexts(Component):
         self._owner("set_cache_config")[0].cache_config = config
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Wait for all streams of a context; for a primary, of its green contexts too."""
         found = self.machine.expect(context, Context, "synchronize_context")
         device = self.machine.devices[found.device]
         self.machine.refuse_during_capture("synchronize_context")

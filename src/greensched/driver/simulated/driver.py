@@ -52,6 +52,7 @@ def driver_call(
         self.machine.check_call(name, traits)
         return method(self._components[owner], *args, **kwargs)
 
+    call.__doc__ = method.__doc__ or getattr(Driver, name).__doc__
     return call  # type: ignore[return-value]  # wraps() is typed by the method it wraps
 
 
@@ -97,7 +98,6 @@ class SimulatedDriver(Driver):
     # -- the host's side -----------------------------------------------------------------------
 
     def time(self) -> float:
-        """Return seconds on the clock."""
         return self.clock.now() / 1e9
 
     def create_mailbox(self) -> Mailbox[Any]:
@@ -164,7 +164,6 @@ class SimulatedDriver(Driver):
 
     @property
     def version(self) -> tuple[int, int]:
-        """The CUDA version whose rules apply."""
         return self.machine.version
 
     def supports(self, feature: Feature) -> bool:
@@ -199,7 +198,6 @@ class SimulatedDriver(Driver):
 
     device_resource = driver_call(Resources.device_resource)
     context_resource = driver_call(Resources.context_resource)
-    stream_resource = driver_call(Resources.stream_resource)
     resource_facts = driver_call(Resources.resource_facts)
     split_by_count = driver_call(Resources.split_by_count)
     split = driver_call(Resources.split)

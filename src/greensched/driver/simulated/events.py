@@ -28,7 +28,6 @@ class Events(Component):
         self.machine.usable_device(gone.context.device, "destroy_event")
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Record the stream's work so far."""
         machine = self.machine
         found = machine.stream(stream, "record_event")
         target = machine.expect(event, Event, "record_event")
@@ -84,7 +83,6 @@ class Events(Component):
         return done
 
     def synchronize_event(self, event: EventHandle) -> None:
-        """Wait for the recorded work; invalidates a capture as `query_event` does."""
         target = self.machine.expect(event, Event, "synchronize_event")
         if target.captured is not None:
             target.captured.spoilt = True
@@ -95,7 +93,6 @@ class Events(Component):
         target.raise_error()
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Return seconds between two timing events that are done."""
         events = [self.uncaptured(e, "elapsed") for e in (start, end)]
         for event in events:
             self.machine.usable_device(event.context.device, "elapsed")

@@ -41,7 +41,6 @@ H = TypeVar("H", bound=Handle)
 #: The version from which a simulated driver has a feature.
 SINCE: dict[Feature, tuple[int, int]] = {
     Feature.STRUCTURED_SPLIT: (13, 1),
-    Feature.STREAM_RESOURCES: (13, 1),
     Feature.WORKQUEUES: (13, 1),
     Feature.WRITE_VALUE: (13, 0),
 }

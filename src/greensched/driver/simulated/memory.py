@@ -58,7 +58,6 @@ class Memory(Component):
     # -- pools -----------------------------------------------------------------------------------
 
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
-        """Make a pool that keeps its memory."""
         self.machine.usable_device(device, "create_memory_pool")
         self.machine.refuse_during_capture("create_memory_pool")
         self.machine.register(device, "memory pool")
@@ -83,18 +82,15 @@ class Memory(Component):
         return device != peer and one == other and one.peer_bandwidth > 0
 
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        """Give a device access to the pool's memory from here on."""
         found = self._pool(pool, "share_memory_pool")
         if not self.can_access_peer(device, found.device):
             raise from_status(101, "share_memory_pool", detail=f"for device {device}")
         found.peers.add(device)
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
-        """Return the bytes that the pool holds of its device."""
         return self._pool(pool, "reserved_bytes").reserved
 
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
-        """Return an address in the pool; blocks where the pool must grow."""
         machine = self.machine
         source = self._pool(pool, "allocate")
         machine.stream(stream, "allocate")  # it may be of another device than the pool
@@ -162,12 +158,10 @@ class Memory(Component):
         machine.usable_device(device, "free_host")
 
     def memory_info(self) -> tuple[int, int]:
-        """Return (free, total) of the current context's device."""
         memory = self.machine.memory[self.machine.current_device("memory_info").ordinal]
         return memory.free, memory.total
 
     def memory_device(self, address: int) -> int | None:
-        """Return the device of the live allocation at an address."""
         try:
             return self.machine.space.find(address, 0, "memory_device").device
         except DriverMisuse:

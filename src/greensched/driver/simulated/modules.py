@@ -81,7 +81,6 @@ class Modules(Component):
         gone.alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
-        """Return a kernel by name; the same one each time."""
         found = self.machine.expect(library, Library, "get_kernel")
         spec = found.image.kernels.get(name)
         if spec is None:
@@ -130,7 +129,6 @@ class Modules(Component):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        """Return a function that launches the kernel's reference with the present parameters."""
         found = self.machine.stream(stream, "bind_launch")
         target = self._kernel(kernel, "bind_launch")
         name = target.spec.name

@@ -18,7 +18,6 @@ from greensched.driver.types import (
     ResourceFacts,
     ResourceHandle,
     SMGroup,
-    StreamHandle,
     WorkqueueFacts,
 )
 from greensched.errors import DriverMisuse
@@ -35,11 +34,9 @@ class Resources(Component):
     # -- SMs -------------------------------------------------------------------------------------
 
     def device_resource(self, device: int) -> ResourceHandle:
-        """Return every SM of a device."""
         return ResourceHandle(self._whole(device))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """Return the SMs of a context."""
         found = self.machine.expect(context, Context, "context_resource")
         whole, green = self._whole(found.device), found.green
         if green is None:
@@ -56,14 +53,7 @@ class Resources(Component):
             )
         )
 
-    def stream_resource(self, stream: StreamHandle) -> ResourceHandle:
-        """Return the SMs of a stream's context."""
-        self.machine.require(Feature.STREAM_RESOURCES, "asking a stream for its SMs", "CUDA 13.1")
-        found = self.machine.stream(stream, "stream_resource")
-        return self.context_resource(ContextHandle(found.context))
-
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
-        """Return size, least group and alignment."""
         found = self.machine.expect(resource, sm_split.Resource, "resource_facts")
         return found.facts(self.machine.version)
 
@@ -75,7 +65,6 @@ class Resources(Component):
         *,
         ignore_coscheduling: bool = False,
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cut a resource into equal groups."""
         source = self.machine.expect(resource, sm_split.Resource, "split_by_count")
         model = self.machine.devices[source.device].model
         return _handles(
@@ -85,7 +74,6 @@ class Resources(Component):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cut a resource into the requested groups."""
         self.machine.require(Feature.STRUCTURED_SPLIT, "a structured split", "CUDA 13.1")
         source = self.machine.expect(resource, sm_split.Resource, "split")
         if not groups:
@@ -100,7 +88,6 @@ class Resources(Component):
     # -- work queues -----------------------------------------------------------------------------
 
     def device_workqueue(self, device: int) -> ResourceHandle:
-        """Return the device's work-queue configuration."""
         self._require_workqueues()
         ordinal = self.machine.device(device).ordinal
         return ResourceHandle(sm_split.Workqueue(ordinal, self.machine))
@@ -113,13 +100,11 @@ class Resources(Component):
         return ResourceHandle(given or sm_split.Workqueue(found.device, self.machine))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
-        """Return its sharing scope and concurrency."""
         return self.machine.expect(workqueue, sm_split.Workqueue, "workqueue_facts").facts
 
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        """Return a copy with other values."""
         given = self.machine.expect(workqueue, sm_split.Workqueue, "configure_workqueue")
         return ResourceHandle(
             replace(given, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
@@ -131,7 +116,6 @@ class Resources(Component):
     # -- green contexts --------------------------------------------------------------------------
 
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """Make one descriptor of several resources."""
         expect = self.machine.expect
         parts = [
             expect(r, sm_split.Workqueue, "describe")

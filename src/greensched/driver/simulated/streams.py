@@ -28,7 +28,6 @@ class Streams(Component):
         self._events = events
 
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
-        """Make a stream of a green context, or of the current context."""
         machine, context = self.machine, self.machine.current
         if green is not None:
             context = machine.expect(green, Green, "create_stream").view
@@ -91,7 +90,6 @@ class Streams(Component):
         raise DriverMisuse(f"foreign_stream: {address:#x} is no live stream")
 
     def query_stream(self, stream: StreamHandle) -> bool:
-        """Return whether the stream has no work."""
         found = self.machine.stream(stream, "query_stream")
         self.machine.refuse_on_capturing(found, "query_stream")
         self.machine.refuse_during_capture("query_stream")
@@ -101,7 +99,6 @@ class Streams(Component):
         return idle
 
     def synchronize_stream(self, stream: StreamHandle) -> None:
-        """Wait for the stream's work."""
         machine = self.machine
         found = machine.stream(stream, "synchronize_stream")
         machine.refuse_on_capturing(found, "synchronize_stream")
@@ -112,7 +109,6 @@ class Streams(Component):
         found.raise_error()
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Make later work wait for an event."""
         found = self.machine.stream(stream, "wait_event")
         signal = self._events.uncaptured(event, "wait_event").signal
         if signal is None:
@@ -124,7 +120,6 @@ class Streams(Component):
         self.machine.enqueue(found, lambda: WaitOp(signal), "wait_event")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
-        """Return a function that writes a number behind the stream's work."""
         machine = self.machine
         machine.require(
             Feature.WRITE_VALUE, "a ticket written by a stream", "stream memory operations"
@@ -146,7 +141,6 @@ class Streams(Component):
         return mark
 
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
-        """Make later work wait until a word is at least `value`, by signed difference."""
         word = self._word(address, "wait_value")
         _check_32_bits(value, "wait_value")
 
