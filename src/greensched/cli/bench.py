@@ -1,4 +1,4 @@
-"""`greensched bench`: what the host does for each operation, and asyncio for the like."""
+"""`greensched bench`: the host's time for each operation, beside comparable ones of asyncio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from greensched.driver.interface import Driver
 from greensched.kernels import spin
 from greensched.pool import Pool
 
-#: What each operation of `measure.host_costs` is, and asyncio's part to compare it with.
+#: A description of each operation of `measure.host_costs`, and the asyncio baseline for it.
 OPERATIONS = {
     "submission": ("submit a bound launch", None),
     "wake": ("a kernel's end to the task that waits", None),
@@ -23,7 +23,7 @@ BASELINES = {"to_thread": "asyncio.to_thread(f)", "semaphore": "async with async
 
 
 def bench(driver: Driver, progress: Progress) -> dict[str, Any]:
-    """Time each operation, in microseconds of this host, and asyncio's in the same loop."""
+    """Time each operation, and asyncio's baselines in the same loop, in microseconds."""
     return asyncio.run(_bench(driver, progress))
 
 
@@ -49,7 +49,7 @@ async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Return the rows of a table: an operation, its times, and the median of what it replaces."""
+    """Return table rows: an operation, its times, and the median of its baseline."""
     table = []
     for name, (what, beside) in OPERATIONS.items():
         took = found["operations"][name]

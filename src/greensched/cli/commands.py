@@ -1,6 +1,6 @@
 """The commands of `greensched`: their options and help.
 
-What a command needs is imported when it runs, so that help and completion load neither numpy nor
+Each command imports what it needs when it runs, so that help and completion load neither numpy nor
 rich.
 """
 
@@ -21,14 +21,14 @@ from greensched.typing import Granularity, NamedSize, Size
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code: `main` says what the codes mean."""
+    """Run a command and return its exit code; `main` explains the codes."""
     try:
         code = greensched.main(list(arguments), "greensched", standalone_mode=False)
     except click.UsageError as error:
         return _refuse_usage(error)
     except click.Abort:
         return _refuse("interrupted", code=130)
-    except BrokenPipeError:  # the reader of the output has ended, such as `head`
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (GreenschedError, click.ClickException, OSError) as error:
@@ -63,7 +63,7 @@ def _first(error: Exception) -> Exception:
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
-    """A value that a function parses; what it refuses is told with an example."""
+    """A value that a function parses; a refusal includes an example."""
 
     def __init__(self, name: str, parse: Callable[[str], Any], wanted: str) -> None:
         self.name = name

@@ -40,7 +40,7 @@ from greensched.typing import ALL, REST
 
 Image = npt.NDArray[np.float32]
 
-#: The simulated GPU of a machine without one.
+#: The simulated GPU for machines without a GPU.
 SIMULATED = "simulated:h200"
 #: SMs of the clients' partition.
 CRITICAL_SMS = 16
@@ -89,7 +89,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of the demo: the device, whether it is simulated, and a row per arrangement."""
+    """The result of the demo: the device, whether it is simulated, and one row per arrangement."""
 
     device: str
     simulated: bool
@@ -115,10 +115,10 @@ async def run(
     Args:
         driver: the CUDA driver or a simulated one.
         seconds: seconds of load for each arrangement.
-        image: the image that every client sends, (height, width, channels); None: random images.
-        seed: the seed of the clients' times and images.
-        trace: the file for a trace of the arrangements; None: none.
-        progress: receives the fraction done, from 0 to 1, and the name of the arrangement.
+        image: The image that every client sends, (height, width, channels). None: random images.
+        seed: The seed of the clients' times and images.
+        trace: The file for a trace of the arrangements, or None.
+        progress: Called with the fraction done, from 0 to 1, and the name of the arrangement.
     """
     async with Pool([0], driver=driver) as pool:
         tracing = nullcontext() if trace is None else pool.trace(trace)
@@ -175,13 +175,13 @@ class Service:
             )
 
     async def critical_alone(self, seconds: float, progress: Progress) -> Row:
-        """Run the clients alone, on the SMs that they have in the last arrangement."""
+        """Run the clients alone, on as many SMs as in the last arrangement."""
         async with self._pool.partition(CRITICAL_SMS) as p:
             name = f"critical alone, {p.sm_count} SMs"
             return await self._serve(Row(name, p.sm_count), p, seconds, progress)
 
     async def both_on_all(self, seconds: float, progress: Progress) -> Row:
-        """Run both on all SMs, on two streams, as a program without partitions does."""
+        """Run clients and batch job on all SMs, on two streams, as a program without partitions."""
         async with self._pool.partition(ALL) as p:
             row = Row("both on all SMs", p.sm_count, p.sm_count)
             stream = await p.run(p.context.create_stream)
@@ -194,7 +194,7 @@ class Service:
             return row
 
     async def apart(self, seconds: float, progress: Progress) -> Row:
-        """Run each in its own partition; both are granted together."""
+        """Run clients and batch job in separate partitions, which are granted together."""
         async with self._pool.partitions(CRITICAL_SMS, REST) as (p, rest):
             row = Row(f"{p.sm_count} SMs + the rest", p.sm_count, rest.sm_count)
             stop = asyncio.Event()
@@ -300,7 +300,7 @@ class Service:
 
 
 async def _until(when: float) -> None:
-    """Wait to the microsecond; a loop's timers are up to a millisecond late."""
+    """Wait with a precision of microseconds; a loop's timers are up to 1 ms late."""
     await asyncio.sleep(max(0.0, when - time.perf_counter() - 0.002))
     while time.perf_counter() < when:  # noqa: ASYNC110  no event marks a moment
         await asyncio.sleep(0)
@@ -309,8 +309,8 @@ async def _until(when: float) -> None:
 def choose_driver(spec: str | None) -> tuple[Driver, str]:
     """Return the driver of the demo, and one sentence that says which it is and why.
 
-    `spec` or `GREENSCHED_DRIVER` names it. Without either the demo runs on the GPU, or on a
-    simulated one if there is none. Only the demo does that: `Pool()` raises instead.
+    `spec` or `GREENSCHED_DRIVER` names it. Without either the demo runs on the GPU, or, if there is
+    none, on a simulated one. Only the demo falls back like this: `Pool()` raises instead.
     """
     spec = spec or os.environ.get(drivers.VARIABLE)
     driver = drivers.open(spec)
@@ -326,7 +326,7 @@ def choose_driver(spec: str | None) -> tuple[Driver, str]:
 
 # -- the table ------------------------------------------------------------------------------------
 
-#: A column of the table, and what it shows of a row.
+#: The columns of the table, each with the function that reads it from a row.
 COLUMNS = {
     "arrangement": "arrangement",
     "SMs": "critical_sms",
@@ -338,7 +338,7 @@ COLUMNS = {
 
 
 def print_rows(outcome: Outcome, rows: list[dict[str, Any]]) -> None:
-    """Print the rows of an outcome, and what they mean."""
+    """Print the rows of an outcome, with an explanation."""
     title = outcome.device
     if outcome.simulated:
         title += ": latencies on the device's timeline"
@@ -369,7 +369,7 @@ def _comparison(rows: list[dict[str, Any]]) -> str:
 
 @contextmanager
 def collected_spans(driver: Driver, p: Partition) -> Iterator[list[Span]]:
-    """Collect the operations on a partition's stream; none if the driver is not simulated."""
+    """Collect the operations on a partition's stream; nothing if the driver is not simulated."""
     spans: list[Span] = []
     if not isinstance(driver, SimulatedDriver):
         yield spans
@@ -391,8 +391,8 @@ def device_latencies(spans: list[Span]) -> list[float]:
     """Return how long each request took on the device's timeline, in seconds.
 
     A request ends with its download. Each of its operations counts from when it could have begun
-    (submitted, and its predecessor complete) to its end: waiting for SMs and copy engines counts,
-    waiting for the host does not.
+    (submitted, and its predecessor complete) to its end. So waiting for SMs and copy engines
+    counts, but waiting for the host does not.
     """
     latencies, total, previous_end = [], 0, 0
     for span in spans:
@@ -429,7 +429,7 @@ def read_image(path: Path) -> Image:
     Bytes become 0 to 1.
 
     Raises:
-        InvalidRequest: the file does not exist or is not an image, or Pillow is needed and missing.
+        InvalidRequest: The file is missing or is not an image, or needs Pillow.
     """
     array = _read_array(path)
     if array.ndim not in (2, 3) or array.dtype.kind not in "buif" or not array.size:

@@ -1,7 +1,7 @@
 """`greensched doctor`: whether a pool can be opened here, and if not, what to do.
 
-Imports the standard library alone, and everything else inside a check, so that it also runs where
-a package is missing or broken. It makes no context and allocates nothing on a device.
+Imports only the standard library, and everything else inside a check, so that it also runs if
+a package is missing or broken. It creates no context and allocates nothing on a device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
-#: The packages without which a part of greensched cannot run: module, requirement. They are those
-#: of `pyproject.toml`, which an installation may lack.
+#: The packages that parts of greensched require: module, requirement. `pyproject.toml` requires
+#: them, but an installation may lack them.
 PACKAGES = {
     "cuda.bindings": "cuda-bindings>=13,<14",
     "anyio": "anyio>=4.5",
@@ -28,12 +28,12 @@ PACKAGES = {
     "click": "click>=8.1",
     "rich": "rich>=13",
 }
-#: The libraries that greensched works with.
+#: Libraries that have integrations.
 LIBRARIES = (
     "cuda-core", "cupy-cuda13x", "fastapi", "matplotlib", "numba-cuda", "ray", "torch", "trio",
     "uvloop", "warp-lang",
 )  # fmt: skip
-#: Variables that change what CUDA or greensched does; what a value of one means.
+#: Environment variables that affect CUDA or greensched, and what each of them means.
 VARIABLES = {
     "GREENSCHED_DRIVER": "the driver of every pool that names none",
     "CUDA_VISIBLE_DEVICES": "the only devices that this process sees",
@@ -42,14 +42,14 @@ VARIABLES = {
     "CUDA_MPS_PIPE_DIRECTORY": "this process is a client of MPS if its server runs",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "MPS limits SMs, and can widen a partition",
 }
-#: What nvidia-smi is asked of each GPU. Source: `nvidia-smi --help-query-gpu`.
+#: The fields that nvidia-smi reports for each GPU. Source: `nvidia-smi --help-query-gpu`.
 GPU_FIELDS = (
     "index", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit",
     "clocks_event_reasons.active", "compute_mode", "mig.mode.current",
 )  # fmt: skip
 PROCESS_FIELDS = "pid", "process_name", "used_gpu_memory"
-#: Why clocks are below their maximum. Source: nvml.h, nvmlClocksEventReason*; an idle GPU, and
-#: clocks that an administrator set, are no reason to warn.
+#: Why clocks are below their maximum. Source: nvml.h, nvmlClocksEventReason*. An idle GPU, or
+#: clocks that an administrator set, cause no warning.
 SLOWDOWNS = {
     0x4: "power limit",
     0x8: "hardware slowdown",
@@ -63,15 +63,15 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer.
+    """One line of the result.
 
     Attributes:
-        section: what it belongs to, such as `driver`.
-        name: what was looked at.
-        status: `ok`; `note`: neither good nor bad; `warning`: works, with a limit; `error`: no pool
+        section: The subject, such as `driver`.
+        name: What was checked.
+        status: `ok`; `note`, neither good nor bad; `warning`, works with a limit; `error`, no pool
             can be opened.
-        text: what was found.
-        remedy: what to do; empty if there is nothing to do.
+        text: The result.
+        remedy: What to do; empty if nothing needs to be done.
     """
 
     section: str
@@ -82,7 +82,7 @@ class Finding:
 
 
 def main(spec: str | None, *, as_json: bool) -> int:
-    """Print the findings; return 1 if one of them prevents a pool from being opened."""
+    """Print the findings; return 1 if one of them prevents opening a pool."""
     findings = diagnose(spec)
     can_open = all(finding.status != ERROR for finding in findings)
     if as_json:
@@ -95,10 +95,10 @@ def main(spec: str | None, *, as_json: bool) -> int:
 
 
 def diagnose(spec: str | None = None) -> list[Finding]:
-    """Look at everything that a pool needs. Takes up to 20 s where nvidia-smi does not answer.
+    """Check everything that a pool needs. Takes up to 20 s if nvidia-smi does not answer.
 
     Args:
-        spec: the driver, as in `Pool(driver=...)`.
+        spec: The driver, as for `Pool(driver=...)`.
     """
     sections: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("environment", _environment),
@@ -165,8 +165,8 @@ def _packages() -> Iterator[Finding]:
             importlib.import_module(module)
             yield Finding("packages", name, OK, metadata.version(name))
         except Exception as error:  # a broken package can raise anything
-            # Simulated devices need no cuda-bindings, and programs no click: `driver` says whether
-            # a pool can be opened.
+            # Simulated devices need no cuda-bindings, and programs no click. The driver's check
+            # says whether a pool can be opened.
             status = ERROR if name in ("anyio", "numpy") else WARNING
             remedy = f"pip install '{requirement}'"
             yield Finding("packages", name, status, _described(error), remedy)
@@ -255,10 +255,10 @@ def _device(found: dict[str, object]) -> Iterator[Finding]:
 
 
 def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """Ask nvidia-smi. Blocks, for 10 s at most.
+    """Run nvidia-smi. Blocks, for 10 s at most.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is none, or it failed.
+        OSError, subprocess.SubprocessError: It is not installed, or failed.
     """
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -299,11 +299,11 @@ def _modes(section: str, gpu: dict[str, str]) -> Iterator[Finding]:
 
 
 def _processes() -> Iterator[Finding]:
-    """Name the other processes on the GPUs: each of them may have a pool of its own."""
+    """Name the other processes on the GPUs, which may have pools of their own."""
     try:
         processes = _query("compute-apps", PROCESS_FIELDS)
     except (OSError, subprocess.SubprocessError):
-        return  # `_gpus` said so
+        return  # `_gpus` reports it
     for process in processes:
         text = f"{process['process_name']}, {process['used_gpu_memory']} MiB"
         remedy = "partitions do not hold across processes: one pool per GPU"
@@ -335,7 +335,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _painter() -> Callable[[str, str, str], None]:
-    """Return what prints a line, its beginning in a style; without rich, plain text."""
+    """Return a function that prints a line with a styled beginning; plain without rich."""
 
     def plain(begin: str, _style: str, rest: str) -> None:
         print(begin + rest)

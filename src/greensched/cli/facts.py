@@ -1,4 +1,4 @@
-"""What `info` and `doctor` say of a driver and its devices. No context is made for it."""
+"""What `info` and `doctor` report about a driver and its devices. Creates no context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def installed(package: str) -> str | None:
 
 
 def software() -> Facts:
-    """Return the versions of greensched and of what it runs on."""
+    """Return the versions of greensched and the software under it."""
     return {
         "greensched": installed("greensched"),
         "python": platform.python_version(),
@@ -34,7 +34,7 @@ def software() -> Facts:
 
 
 def of_driver(driver: Driver) -> Facts:
-    """Return the version and the features of an initialised driver."""
+    """Return the version and features of an initialised driver."""
     from greensched.typing import Feature
 
     return {

@@ -1,7 +1,7 @@
 """The entry point of the command `greensched`.
 
-It needs the standard library alone until the command line itself is loaded, so that `greensched
-doctor` answers on a broken installation, too.
+It needs only the standard library until the command line itself is loaded, so that `greensched
+doctor` runs even in a broken installation.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     0: success. 1: the answer is no: a result was wrong, no device can be split as requested, or no
-    pool can be opened here. 2: the command could not run; the reason is one line on standard error.
+    pool can be opened here. 2: the command could not run; one line on standard error says why.
     130: interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from greensched.cli import commands
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation can raise anything
         return _without_click(given, error)
     return commands.run(given)
 
 
 def _without_click(arguments: list[str], error: Exception) -> int:
-    """Run `doctor`, which needs no package; say of other commands why they cannot run."""
+    """Run `doctor`, which needs no package; for other commands say why they cannot run."""
     if arguments[:1] == ["doctor"]:
         from greensched.cli import doctor
 

@@ -1,8 +1,8 @@
-"""`greensched measure`: what this host and this GPU take, as a file for `greensched simulate`.
+"""`greensched measure`: times of this host and GPU, as a file for `greensched simulate`.
 
-The file is a JSON object. `"host"` has the microseconds of the host's part of each operation
+The file is a JSON object. `"host"` has the host's microseconds for each operation
 (`host_costs`). Every other name is a latency table (`capacity.latency_tables.load`): milliseconds
-by SMs and by batch or prompt length, and bytes.
+and bytes by SMs and by batch or prompt length.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL
 
-#: Repetitions of each host operation and of each pass; the first operations are not counted.
+#: Repetitions of each host operation and each pass; the first `WARM` operations are not counted.
 HOST_REPEATS, PASS_REPEATS, WARM = 400, 7, 20
-#: Passes that are submitted together when a pass is timed, so that the host's part is hidden.
+#: How many passes are submitted together to time a pass, so that the host's time is hidden.
 TOGETHER = 5
-#: Nanoseconds of the kernel behind which a wake-up is timed: the event loop sleeps meanwhile.
+#: Nanoseconds of the kernel whose end is awaited for a wake-up; the event loop sleeps meanwhile.
 KERNEL_NS = 100_000
-#: Seconds of passes in a row after which power and clock are read.
+#: Seconds of continuous passes after which power and clock are read.
 SUSTAINED_S = 1.5
-#: What a model file may define: the table's name, and what its argument counts.
+#: The functions that a model file may define, and what their arguments count.
 WORK = {"prefill": "tokens", "decode": "batch"}
 
 Table = dict[str, Any]
@@ -56,19 +56,19 @@ def measure(
     tokens: Sequence[int],
     progress: Progress,
 ) -> dict[str, Table]:
-    """Measure host costs, and the passes of a model file; return the content of the file.
+    """Measure host costs and the passes of a model file; return the content of the file.
 
     Args:
-        driver: the driver of the device that is measured.
-        model: the model file; None: none.
-        host: whether to measure host costs.
-        sms: numbers of SMs, besides all.
-        batches: batches of `decode`.
-        tokens: lengths of prompts of `prefill`.
-        progress: receives the fraction done of each part, from 0 to 1, and its name.
+        driver: The driver of the device to measure.
+        model: The model file, or None.
+        host: Whether to measure host costs.
+        sms: Numbers of SMs, besides all SMs.
+        batches: Batches for `decode`.
+        tokens: Prompt lengths for `prefill`.
+        progress: Called with the fraction of a part that is done, from 0 to 1, and its name.
 
     Raises:
-        InvalidRequest: the model file defines no pass.
+        InvalidRequest: The model file defines no pass.
     """
     work = _load(model) if model is not None else None
     sizes = {"prefill": tokens, "decode": batches}
@@ -99,7 +99,7 @@ async def _measure(
 
 
 def source_of(device: str) -> str:
-    """Return where and when figures of a device were measured."""
+    """Return where and when a device's figures were measured."""
     return f"{device}, {datetime.now(UTC):%Y-%m-%d}"
 
 
@@ -126,11 +126,11 @@ def print_tables(found: dict[str, Table]) -> None:
 
 
 async def host_costs(pool: Pool, driver: Driver, progress: Progress) -> Table:
-    """Measure the host's part of each operation, in microseconds: medians and 99th percentiles.
+    """Measure the host's time for each operation, in microseconds: medians and 99th percentiles.
 
-    They are: `submission`, the call that submits a bound launch; `wake`, from a kernel's end to the
-    task that waits for it; `hop`, a call on the partition's thread, there and back; `lease`, to
-    acquire and return a lease; and `checkpoint`. `simulate` uses the last two.
+    `submission`: the call that submits a bound launch. `wake`: from a kernel's end until its task
+    resumes. `hop`: a call on the partition's thread and back. `lease`: acquiring and returning a
+    lease. `checkpoint`: a checkpoint. `simulate` uses the last two.
     """
     config = LaunchConfig(grid=1, block=32)
     now = driver.time
@@ -179,7 +179,7 @@ async def times(now: Callable[[], float], call: Callable[[], Awaitable[object]])
 
 
 def nothing() -> None:
-    """Do nothing: only the way to the thread and back takes time."""
+    """Do nothing, so that only the way to the thread and back takes time."""
 
 
 def percentiles(seconds: Sequence[float]) -> Table:
@@ -195,10 +195,10 @@ def percentiles(seconds: Sequence[float]) -> Table:
 
 
 def _load(path: Path) -> ModuleType:
-    """Import a model file; what the file itself raises passes through.
+    """Import a model file; its own exceptions pass through.
 
     Raises:
-        InvalidRequest: it is no Python file, or has neither `prefill` nor `decode`.
+        InvalidRequest: It is not a Python file, or has neither `prefill` nor `decode`.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -215,9 +215,9 @@ def _load(path: Path) -> ModuleType:
 class _Passes:
     """One kind of pass, and how to measure it.
 
-    `make(size)` is called on the thread of a partition and returns a function that puts one pass on
-    the current stream. An attribute `nbytes` of that function is the bytes that a pass moves. A
-    size is a batch, or tokens of a prompt; `idle` is the watts of the idle GPU.
+    `make(size)` is called on a partition's thread and returns a function that submits one pass to
+    the current stream. That function may have an attribute `nbytes`, the bytes that a pass moves. A
+    size is a batch or a prompt's tokens; `idle` is the watts of the idle GPU.
     """
 
     name: str
@@ -229,7 +229,7 @@ class _Passes:
 
 
 async def _table(pool: Pool, passes: _Passes) -> Table:
-    """Measure one kind of pass by SMs at each size."""
+    """Measure one kind of pass for each number of SMs and each size."""
     total = pool.devices[0].sm_count
     sizes = passes.sizes
     counts = [*(n for n in passes.sms if n < total), total]
@@ -257,7 +257,7 @@ async def _table(pool: Pool, passes: _Passes) -> Table:
 
 
 async def _seconds(p: Partition, work: Work) -> float:
-    """Return the median seconds of one pass, of several submitted together."""
+    """Return the median seconds of a pass; several are submitted together."""
     await p.run(_timed, work)  # loads and compiles
     return statistics.median([await p.run(_timed, work) for _ in range(PASS_REPEATS)])
 
@@ -273,7 +273,7 @@ def _timed(work: Work) -> float:
 
 
 async def _sustained(p: Partition, work: Work) -> float:
-    """Return the watts that a GPU draws during passes in a row; 0 without nvidia-smi."""
+    """Return the watts that a GPU draws during continuous passes; 0 without nvidia-smi."""
     drawn = 0.0
     end = time.perf_counter() + SUSTAINED_S
     while time.perf_counter() < end:
@@ -291,7 +291,7 @@ def _repeat(work: Work) -> None:
 
 
 def power() -> float:
-    """Return the watts that the first GPU draws, by nvidia-smi; 0 without it. Blocks."""
+    """Return the watts that the first GPU draws, from nvidia-smi; 0 without it. Blocks."""
     command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "--id=0"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -1,4 +1,4 @@
-"""What commands write: JSON, tables, and progress bars."""
+"""Output of commands: JSON, tables and progress bars."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-#: Receives the fraction done, from 0 to 1, and what is done now.
+#: Called with the fraction done, from 0 to 1, and the current step.
 Progress = Callable[[float, str], None]
 
-#: Columns of a table in a file or a pipe: rows are not broken there.
+#: Columns of a table in a file or a pipe, so that rows are not broken there.
 WIDE = 240
 
 
@@ -21,7 +21,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Write a table to standard output: numbers to the right, everything else to the left."""
+    """Write a table to standard output; numbers are right-aligned, other cells left."""
     from rich.console import Console
     from rich.table import Table
 
@@ -46,9 +46,9 @@ def _is_number(cell: object) -> bool:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Show a bar on standard error while the block runs; nothing if that is not a terminal.
+    """Show a bar on standard error during the block, if standard error is a terminal.
 
-    The bar is drawn by the calls that report progress, on their thread, and is erased at the end.
+    The reporting calls draw the bar, on their own thread; the end of the block erases it.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _what: None

@@ -1,4 +1,4 @@
-"""`greensched top`: what running pools do, from their sockets, as a screen that is drawn again."""
+"""`greensched top`: a screen that shows repeatedly what running pools do, from their sockets."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from greensched.cli.terminal import print_json
 from greensched.errors import InvalidRequest, SocketUnavailable
 from greensched.observability.snapshot_client import find_sockets, read_snapshot
 
-#: What `Snapshot.as_dict` returns, and its parts.
+#: The result of `Snapshot.as_dict`, and parts of it.
 Found = Mapping[str, Any]
 
-#: Colours of classes, by 256-colour number: each has a contrast of at least 3 to black and to
-#: white, so that the screen can be read on both.
+#: Colours of classes, by 256-colour number. Each has a contrast of at least 3 to black and to
+#: white, so that the screen is readable on both.
 COLOURS = (33, 166, 70, 162, 97, 37, 136, 203)
-#: How the SMs of a cell are drawn, and where a terminal has ASCII alone.
+#: How the SMs of a cell are drawn, and how on a terminal with ASCII only.
 FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·.", "hung": "×x"}  # noqa: RUF001  a hatch
-#: Columns from which the table of classes has all of them.
+#: The width in columns from which the table of classes shows all its columns.
 WIDE = 150
-#: Leases and events that are shown.
+#: The most leases and events on the screen.
 MOST_LEASES, MOST_EVENTS = 5, 5
 OPEN = "open"
 
@@ -39,14 +39,14 @@ def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console
     """Show pools until interrupted, or once.
 
     Args:
-        pool: a process, or the path of a socket; None: every pool of this user with a socket.
-        interval: seconds between two screens.
-        once: end after the first.
-        as_json: print a list of snapshots instead: each in one line, if they go on.
-        console: where to.
+        pool: A process id or the path of a socket. None: every pool of this user with a socket.
+        interval: Seconds between two screens.
+        once: Show one screen only.
+        as_json: Print lists of snapshots instead, one line each.
+        console: The console to print on.
 
     Raises:
-        SocketUnavailable, InvalidRequest: there is no pool, or no pool any more.
+        SocketUnavailable, InvalidRequest: There is no pool, or not any more.
     """
     if as_json and once:
         print_json(read(pool)[0])
@@ -61,7 +61,7 @@ def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console
 
 
 def _go_on(pool: str | None, interval: float, console: Console) -> None:
-    """Draw one screen after another: over the last one on a terminal, else below it."""
+    """Draw one screen after another: in place on a terminal, otherwise below each other."""
     before: list[Found] = []
     if not console.is_terminal:
         while True:
@@ -78,10 +78,10 @@ def _go_on(pool: str | None, interval: float, console: Console) -> None:
 
 
 def read(pool: str | None) -> tuple[list[Found], list[str]]:
-    """Return a snapshot of each pool, and what is wrong with those that have none.
+    """Return a snapshot of each pool, and a line for each pool that gave none.
 
     Raises:
-        SocketUnavailable, InvalidRequest: there is none at all.
+        SocketUnavailable, InvalidRequest: No pool gave a snapshot.
     """
     if pool is not None and not pool.isdecimal():
         return [read_snapshot(Path(pool))], []
@@ -118,12 +118,12 @@ def _nothing(pid: int | None) -> str:
 
 
 class Screen:
-    """What rich draws of pools, as wide as the console is.
+    """Draws pools with rich, as wide as the console.
 
     Args:
-        found: their snapshots.
-        problems: a line for each pool that gave none.
-        before: earlier snapshots: SM-time and grants are then those since.
+        found: The snapshots of the pools.
+        problems: A line for each pool that gave no snapshot.
+        before: Earlier snapshots, since which SM-time and grants are counted.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Screen:
 
 
 def _is_same(one: Found, other: Found) -> bool:
-    """Return whether two snapshots are of one pool: its devices are no other's."""
+    """Say whether two snapshots show the same pool, by process and devices."""
     uuids = [[device["uuid"] for device in found["devices"]] for found in (one, other)]
     return bool(one["pid"] == other["pid"] and uuids[0] == uuids[1])
 
@@ -166,7 +166,7 @@ class _Pool:
         }
 
     def drawn(self) -> Group:
-        """Return all its parts."""
+        """Return all parts of the pool's screen."""
         parts: list[Any] = [self._title(), self._counts()]
         parts += [Text(_printable(one), "yellow") for one in self._found["degraded"]]
         for device in self._found["devices"]:
@@ -223,7 +223,7 @@ class _Pool:
         return [title, *failed, *self._strip(device["cells"])]
 
     def _strip(self, cells: list[Found]) -> list[Text]:
-        """Return lines of cells: a letter where a lease begins, then what its SMs do."""
+        """Return lines of cells: a letter where a lease begins, then the state of its SMs."""
         each = max(2, min(8, self._width // max(1, len(cells))))
         lines, of_line = [], self._width // each
         for start in range(0, len(cells), of_line):
@@ -241,7 +241,7 @@ class _Pool:
         return lines
 
     def _cell(self, cell: Found) -> tuple[str, str, Style]:
-        """Return the class whose letter and colour a cell has, its fill, and its style."""
+        """Return the class that gives a cell its letter and colour, its fill, and its style."""
         owner = cell["owner"]
         if cell["state"] == "free":
             return owner, self._fill["free"], self._styles.get(owner, Style()) + Style(dim=True)
@@ -302,7 +302,7 @@ class _Pool:
         return table
 
     def _sm_time(self, service: Found) -> str:
-        """Return its part of the SM-time: since the earlier snapshot, if any was used since."""
+        """Return its fraction of SM-time, since the earlier snapshot if any SM-time passed."""
         if self._before is not None and service["sm_seconds"] is not None:
             earlier = {one["name"]: one["sm_seconds"] or 0.0 for one in self._before["services"]}
             used = {
@@ -316,7 +316,7 @@ class _Pool:
     # -- what waits, what is held, what happened -------------------------------------------------
 
     def _rows(self, title: str, rows: list[tuple[Any, ...]]) -> list[Any]:
-        """Return a titled table; its last column takes the space that is left."""
+        """Return a titled table whose last column takes the remaining width."""
         if not rows:
             return []
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
@@ -378,7 +378,7 @@ def _is_used(service: Found) -> bool:
 
 
 def _letters(names: Iterable[str]) -> dict[str, str]:
-    """Return a capital letter for each class: its first, or another one that is left."""
+    """Return a capital letter for each class: its own initial, or another free letter."""
     letters: dict[str, str] = {}
     for name in names:
         wanted = [one for one in name.upper() if one in string.ascii_uppercase]
@@ -388,7 +388,7 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
 
 
 def _cells(lease: Found) -> str:
-    """Return the numbers of its cells, as ranges."""
+    """Return the numbers of a lease's cells as ranges."""
     ranges: list[list[int]] = []
     for number in range(lease["cells"].bit_length()):
         if lease["cells"] >> number & 1:
@@ -401,12 +401,12 @@ def _cells(lease: Found) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text without what could steer a terminal: a name may hold anything."""
+    """Return text without terminal control characters, which a name may contain."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _seconds(seconds: float | None) -> str:
-    """Return a time with two digits, in the unit that suits it."""
+    """Format a time with two digits, in a suitable unit."""
     if seconds is None:
         return "-"
     if seconds >= 99.5:

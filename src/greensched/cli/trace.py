@@ -1,4 +1,4 @@
-"""`greensched trace`: what a trace tells, as tables, JSON, or a picture of the SMs by time."""
+"""`greensched trace`: the content of a trace as tables, JSON, or a picture of SMs by time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from greensched.errors import InvalidRequest
 from greensched.observability import sm_map
 from greensched.observability.trace_reader import RecordedTrace
 
-#: Colours of classes, in the order of their names: those of matplotlib, on light and dark.
+#: Colours of classes in the order of their names: matplotlib's, for light and dark screens.
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 #: Formats of `--plot`.
 FORMATS = (".html", ".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that cannot be made, before the trace is read.
+    """Refuse a picture that cannot be drawn, before the trace is read.
 
     Raises:
-        InvalidRequest: a format that there is not.
+        InvalidRequest: The format is unknown.
         MissingPackage: matplotlib is not installed; says what to install.
     """
     if path.suffix not in FORMATS:
@@ -34,7 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def summary(trace: RecordedTrace) -> dict[str, Any]:
-    """Return what a trace tells, in numbers, for JSON. Times are in seconds."""
+    """Return the figures of a trace for JSON. Times are in seconds."""
     seconds = trace.end - trace.start
     total = sum(device.sms for device in trace.devices) * seconds
     services = []
@@ -70,7 +70,7 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float | None:
-    """Return a percentile of values in order; None of none."""
+    """Return a percentile of sorted values, or None if there are no values."""
     if not ordered:
         return None
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
@@ -105,12 +105,12 @@ def print_summary(trace: RecordedTrace, found: dict[str, Any]) -> None:
 
 
 def milliseconds(seconds: float | None) -> str | None:
-    """Format a time; None of none."""
+    """Format a time in milliseconds; None stays None."""
     return None if seconds is None else f"{1e3 * seconds:.3f}"
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Say what is wrong with a trace, a sentence each."""
+    """Return one sentence for each problem of a trace."""
     said = [f"A device was lost: {error}" for error in found["lost"]]
     if found["dropped"]:
         said.append(f"{found['dropped']} records are missing: the disk was slower than the pool.")
@@ -123,7 +123,7 @@ def save(trace: RecordedTrace, found: dict[str, Any], path: Path, title: str) ->
     """Draw the map of a trace into a file, in the format of its suffix.
 
     Raises:
-        InvalidRequest: the file cannot be written.
+        InvalidRequest: The file cannot be written.
     """
     names = [each["service"] for each in found["services"]]
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
@@ -151,7 +151,7 @@ def save(trace: RecordedTrace, found: dict[str, Any], path: Path, title: str) ->
 def draw(
     axis: Any, areas: Sequence[sm_map.Rectangle], colours: dict[str, str], start: float
 ) -> None:
-    """Draw rectangles: colours for classes, hatched: draining, dim: lent."""
+    """Draw rectangles in the colours of classes; hatched means draining, dim means lent."""
     for name, colour in colours.items():
         axis.broken_barh([], (0, 0), color=colour, label=name or "no class")
     for one in areas:

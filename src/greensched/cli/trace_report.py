@@ -1,6 +1,6 @@
-"""The HTML report of a trace: one file that loads nothing, for light and dark, phones and desktops.
+"""The HTML report of a trace: one self-contained file, for light and dark screens of any size.
 
-Rectangles have percentages of the width and pixels of the height, so text stays as large as it is.
+Rectangles scale with the width only, in percent, so that text keeps its size.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from greensched.observability.lease_history import Span, TracedDevice
 from greensched.observability.sm_map import Rectangle
 from greensched.observability.trace_reader import RecordedTrace
 
-#: Pixels of an SM, and of a chart.
+#: The height of an SM, and of a chart, in pixels.
 SM_PX: Final = 2
 CHART_PX: Final = 140
-#: Points of a line, at most.
+#: The most points of a line.
 POINTS: Final = 400
-#: Leases in the table.
+#: The most leases in the table.
 LONGEST: Final = 10
 
 
@@ -121,7 +121,7 @@ def _map(
 def _chart(
     svg: str, height: float, marks: Iterable[tuple[float, str]], ticks: Iterable[str]
 ) -> str:
-    """Put scales beside a picture: marks at parts of the height from the top; ticks in columns."""
+    """Add scales to a picture: marks by fraction of the height from the top, ticks below."""
     scale = "".join(
         f'<span style="top:{at * height:.0f}px">{escape(name)}</span>' for at, name in marks
     )
@@ -141,7 +141,7 @@ def _time_ticks(seconds: float) -> list[str]:
 
 
 def _lines(lines: Mapping[str, Sequence[tuple[float, float]]], colours: Mapping[str, str]) -> str:
-    """Draw lines through points in parts of the width from the left and the height from below."""
+    """Draw lines through points, given as fractions of the width and of the height."""
     drawn = "".join(
         f'<polyline stroke="{colours[name]}" points="'
         + " ".join(f"{100 * x:.2f},{100 - 96 * y:.2f}" for x, y in points)
@@ -178,7 +178,7 @@ def _waiting(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
 
 
 def _waits(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
-    """Draw which part of the requests waited at most how long, on a logarithmic scale."""
+    """Draw what fraction of requests waited at most how long, on a logarithmic scale."""
     found = {
         name: sorted(each.waits) for name, each in trace.history.services.items() if each.waits
     }

@@ -1,4 +1,4 @@
 """Integrations with other libraries: thin modules that use only the public names of greensched.
 
-Importing greensched loads none of them.
+Importing greensched imports none of these modules.
 """

@@ -4,12 +4,12 @@ Most of it works without this module:
 
 * a `cuda.core.Device` is accepted in place of an ordinal: `Device(core_device)`,
   `Pool(devices=[core_device])`;
-* a `cuda.core.Buffer` can be a kernel argument and one end of a copy, as bytes. It does not know
-  which streams write it, so call `p.stream.follow(core_stream)` first where one does;
+* a `cuda.core.Buffer` can be a kernel argument and one end of a copy, as bytes. It does not record
+  which streams write it, so call `p.stream.follow(core_stream)` first for a stream that does;
 * `Stream.follow` accepts a `cuda.core.Stream`; `core_device.create_stream(p)` makes one from a
   stream of greensched or a partition.
 
-`program` converts code of cuda.core: its kernels are launched in partitions as any other.
+`program` converts code of cuda.core, whose kernels partitions then launch like any others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def program(
     """
     if str(code.code_type) != "cubin":
         raise InvalidRequest(
-            f"this ObjectCode is {code.code_type}, a cubin is needed: compile it with "
+            f"this ObjectCode is {code.code_type}, but a cubin is needed: compile it with "
             'cuda.core\'s Program.compile("cubin")'
         )
     binary = code.code

@@ -6,9 +6,9 @@
     with gs_cupy.current(p):           # the same for work that is submitted here
         z = x + 1
 
-An array can be a kernel argument: by DLPack, ordered after CuPy's current stream. CuPy's memory
-pool knows only the stream on which memory was allocated: use the result of a call after awaiting
-it, and await that work before dropping the array, or give the array to the block.
+An array can be a kernel argument by DLPack, ordered after CuPy's current stream. CuPy's memory
+pool knows only the stream on which memory was allocated. So await a call before you use its result,
+and await work on an array before you drop the array, or pass the array to the block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stream(where: Partition | CallContext | None = None) -> Any:
     """Wrap the stream of a partition, or of the running call, for CuPy. Valid with the lease.
 
     Raises:
-        InvalidRequest: there is neither, or the GPU is simulated.
+        InvalidRequest: There is no partition or call, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     return cupy.cuda.Stream.from_external(call_context(where).stream)
@@ -39,15 +39,15 @@ def current(p: Partition, *arrays: Any) -> Iterator[Any]:
     The block's work is ordered after CuPy's current stream. Affects the calling thread only.
 
     Args:
-        p: the partition; the work is in order with its launches and copies.
-        arrays: arrays from elsewhere that are used inside: they are kept until that work is done,
-            so their memory is not reused before.
+        p: The partition; the block's work is ordered with its launches and copies.
+        arrays: Arrays from elsewhere that are used inside. They are kept until that work is done,
+            so that their memory is not reused before.
 
     Returns:
         The stream.
 
     Raises:
-        InvalidRequest: the GPU is simulated, where CuPy cannot work.
+        InvalidRequest: The GPU is simulated, and CuPy cannot work on it.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(p)
@@ -83,7 +83,7 @@ def around_call(
 
 
 def _address(other: Any) -> int:
-    """Return a stream's address for the driver: CuPy's null stream is the legacy default, 1."""
+    """Return a stream's address for the driver. CuPy's null stream is the legacy default, 1."""
     return int(other.ptr) or 1
 
 

@@ -1,4 +1,4 @@
-"""Check the GPUs of a pool: with the driver, and by what hangs."""
+"""Check the GPUs of a pool, by a driver call and by hanging work."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from greensched.errors import Closed, CUDAError
 
 
 def fault_of(pool: Pool) -> BaseException | None:
-    """Check the pool's devices now, and return the fault of one, or None. Does not block.
+    """Check the pool's devices now; return the first fault, or None. Does not block.
 
-    Work that hangs (`Pool.hung`) is a fault once it holds every SM of the pool: it can grant none.
+    Hanging work (`Pool.hung`) counts as a fault once it holds every SM, so that nothing can run.
 
-    Making an event is the cheapest call that returns the fault of a context. On an H200 it waited
-    for nothing (docs/measurements/h200-580/stuck-and-lost.json, "create event") except a first use
-    of a kernel elsewhere (first-use-holds.json there): during that a device is not checked.
+    Making an event is the cheapest call that returns the fault of a context. On an H200 it never
+    waited (docs/measurements/h200-580/stuck-and-lost.json, "create event") except during a first
+    use of a kernel (first-use-holds.json there), so a device is not checked during a first use.
     """
     if pool.fault is not None or not pool.is_ready:
         return pool.fault

@@ -25,8 +25,8 @@ from greensched import CallContext, Partition, call_context
 def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
     """Open a block for numba's launches and copies on a partition's stream; no `await` inside.
 
-    The primary context is current in it, the only one in which numba works (its `external_stream`
-    accepts the stream of a green context).
+    The primary context is current in it, because numba works in no other context (its
+    `external_stream` accepts the stream of a green context).
 
     Args:
         where: a partition; None for the running call of `p.run`.
@@ -35,7 +35,7 @@ def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
         The stream for numba, to be given to each launch and copy. Valid with the lease.
 
     Raises:
-        InvalidRequest: there is neither, or the GPU is simulated.
+        InvalidRequest: There is no partition or call, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)

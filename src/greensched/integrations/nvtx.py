@@ -6,9 +6,9 @@
 
     nsys profile --trace=cuda,nvtx python service.py
 
-The ranges are in the domain `greensched`, with the service class as the category: `wait` from a
-request to its grant, `lease` from there until its work is done, with its number as the payload, and
-`call` around each function of `p.run`, on its thread, so that a tool shows its kernels below it.
+The ranges are in the domain `greensched`, with the service class as the category. `wait` lasts from
+a request to its grant. `lease` lasts from the grant until its work is done; its payload is its
+number. `call` surrounds each function of `p.run`, on its thread, so that a tool nests its kernels.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DOMAIN = "greensched"
 
 
 def annotate(pool: Pool) -> None:
-    """Make ranges of what happens in a pool, and of the calls of every pool. Never waits.
+    """Show what happens in a pool, and the calls of every pool, as ranges. Never waits.
 
-    Does nothing where no tool is attached to the process. Under a tool each lease costs what
-    `Pool.watch` says.
+    Does nothing if no tool is attached to the process. Under a tool each lease costs as much as
+    with `Pool.watch`.
     """
     domain = nvtx.get_domain(DOMAIN)
     if isinstance(domain, nvtx.Domain):
@@ -50,7 +50,7 @@ def around_call(
     call: CallContext,
     given: Sequence[object],  # noqa: ARG001  a call hook's
 ) -> Callable[[Callable[[], Any]], Any]:
-    """Run `p.run` in a range: a call hook, registered by `annotate`."""
+    """Run `p.run` in a range. A call hook, registered by `annotate`."""
     domain, message = nvtx.get_domain(DOMAIN), f"call: {call.sm_count} SMs"
 
     def around(function: Callable[[], Any]) -> Any:
@@ -64,7 +64,7 @@ def around_call(
 
 
 class _Ranges:
-    """Makes ranges of the records of one pool."""
+    """Turns the records of one pool into ranges."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain

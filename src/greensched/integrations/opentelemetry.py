@@ -4,9 +4,9 @@
 
     instrument(pool)  # after the providers were set
 
-Names follow OpenTelemetry's conventions of connection pools (`db.client.connection.*`) and of
-hardware (`hw.*`). Both spans and histograms come from the pool's records, so each lease costs what
-`Pool.watch` says; metrics alone cost less by `greensched.integrations.prometheus`.
+Names follow OpenTelemetry's conventions for connection pools (`db.client.connection.*`) and
+hardware (`hw.*`). Spans and histograms come from the pool's records, so each lease costs as much as
+with `Pool.watch`; `greensched.integrations.prometheus` gives metrics alone, at less cost.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from greensched import (
 from greensched.integrations.reading import OUTCOMES, ExportedPools, PoolReading, read
 
 SCOPE: Final = "greensched"
-#: Bounds of the histograms: those of `Durations`, as OpenTelemetry's own are useless in seconds.
+#: Bounds of the histograms: those of `Durations`. OpenTelemetry's defaults do not suit seconds.
 BOUNDS: Final = [2.0**exponent for exponent in range(-17, 5)]
 
-#: Without a span, whatever is current where a record is delivered.
+#: A context without a span, because the delivering thread's current span is unrelated.
 NO_PARENT: Final = otel_context.Context()
 
 Measured = Iterator[tuple[float, dict[str, str]]]
@@ -57,7 +57,7 @@ def instrument(
     meter_provider: MeterProvider | None = None,
     tracer_provider: TracerProvider | None = None,
 ) -> None:
-    """Report a pool's metrics and spans until it is closed. Idempotent; never waits.
+    """Report a pool's metrics and spans until it is closed. Idempotent. Never waits.
 
     Spans: `greensched.lease.acquire`, from a request to its grant, and `greensched.lease.use`, from
     there until the work is done, are children of the span that was current at the request; `launch
@@ -65,11 +65,11 @@ def instrument(
     a checkpoint asks again there.
 
     Args:
-        name: the attribute `greensched.pool.name`; not that of another pool which is not closed.
-        meter_provider, tracer_provider: None: the global ones.
+        name: The attribute `greensched.pool.name`; no other open pool may have it.
+        meter_provider, tracer_provider: None means the global providers.
 
     Raises:
-        InvalidRequest: another pool has the name, or this pool has another name.
+        InvalidRequest: Another pool has the name, or this pool has another name.
     """
     meters = meter_provider or metrics.get_meter_provider()
     with _lock:
@@ -77,7 +77,7 @@ def instrument(
         if exporter is None:
             exporter = _exporters[meters] = _Metrics(meters)
     if exporter.pools.add(pool, name):
-        pool.time_leases()  # so that requests without a class have statistics, too
+        pool.time_leases()  # gives requests without a class statistics, too
         tracer = trace.get_tracer(SCOPE, tracer_provider=tracer_provider)
         pool.watch(_Watcher(weakref.ref(pool), name, tracer, exporter))
 
@@ -86,7 +86,7 @@ def instrument(
 
 
 class _Metrics:
-    """The instruments of one provider, for all its pools."""
+    """The instruments of one provider, shared by all its pools."""
 
     def __init__(self, provider: MeterProvider) -> None:
         self.pools = ExportedPools()
@@ -156,7 +156,7 @@ def _status(found: PoolReading) -> Measured:
             yield float(device.is_up == (state == "ok")), attributes
 
 
-#: Instruments that are read: kind, unit, text, and what they measure of a pool.
+#: Observable instruments: kind, unit, description, and the function that reads a pool.
 OBSERVED: Final[dict[str, tuple[str, str, str, Callable[[PoolReading], Measured]]]] = {
     "greensched.lease.count": ("up_down", "{lease}", "Leases by state.", _leases),
     "greensched.sm.limit": ("up_down", "{sm}", "SMs of a GPU.", _sm_limit),
@@ -183,7 +183,7 @@ TIMES: Final = {
 
 
 class _Watcher:
-    """Makes spans of the records of one pool, and adds to the histograms."""
+    """Turns the records of one pool into spans, and adds to the histograms."""
 
     def __init__(
         self, pool: weakref.ref[Pool], name: str, tracer: trace.Tracer, found: _Metrics
@@ -194,12 +194,12 @@ class _Watcher:
         self._histograms: dict[str, Histogram] = {
             "wait": found.wait, "use": found.use, "drain": found.drain,
         }  # fmt: skip
-        #: Nanoseconds from the driver's clock to the time of day.
+        #: Nanoseconds to add to the driver's clock for the time of day.
         self._offset: int | None = None
         self._acquires: dict[int, tuple[Span, otel_context.Context]] = {}
-        #: The request that was granted last, and its context: for the other parts of it.
+        #: The latest granted request and its context, for further leases of the same request.
         self._last: tuple[int, otel_context.Context] | None = None
-        #: Of each lease, when it was granted, and then when it was released.
+        #: The span of each lease, and when the lease was granted, later when it was released.
         self._uses: dict[int, tuple[Span, float]] = {}
         self._jobs: dict[int, Span] = {}
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
@@ -221,10 +221,10 @@ class _Watcher:
             handle(record)
 
     def _ns(self, seconds: float) -> int:
-        """Return a time of the driver's clock as nanoseconds of the day's."""
+        """Convert a time of the driver's clock to nanoseconds of the time of day."""
         if self._offset is None:
             pool = self._pool()
-            assert pool is not None  # it has just told of something
+            assert pool is not None  # it has just delivered a record
             now = pool.devices[0].driver.time()
             self._offset = time.time_ns() - int(now * 1e9)
         return self._offset + int(seconds * 1e9)
@@ -265,7 +265,7 @@ class _Watcher:
 
     def _granted(self, record: Granted) -> None:
         acquire = self._acquires.pop(record.request, None)
-        if acquire is not None:  # not of a later part of the request, nor one held already
+        if acquire is not None:  # otherwise a further part, or a lease that existed before
             span, parent = acquire
             self._record("wait", record.wait, record.service)
             span.end(self._ns(record.time))
@@ -332,7 +332,7 @@ class _Watcher:
 
 
 def _current(context: Context) -> otel_context.Context:
-    """Return OpenTelemetry's context in one of Python's."""
+    """Return OpenTelemetry's context from a Python context."""
     return context.run(otel_context.get_current)
 
 

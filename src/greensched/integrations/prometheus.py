@@ -4,8 +4,8 @@
 
     export(pool)  # in prometheus_client's default registry, which its servers show
 
-Each scrape reads `Pool.statistics` and `Pool.leases`: nothing else is counted, and no thread runs.
-Only the times of leases are counted as they happen, by `Pool.time_leases`.
+Each scrape reads `Pool.statistics` and `Pool.leases`; no thread runs. Only the durations of leases
+are recorded as they happen, by `Pool.time_leases`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from greensched.integrations.reading import (
     read,
 )
 
-#: Every metric but its prefix `greensched_`: its kind, its text, its labels beside `pool`. A device
-#: is the UUID of a GPU; a service is a class, "" of requests without one.
+#: Each metric's kind, description, and labels beside `pool`, by its name without `greensched_`. A
+#: device is a GPU's UUID. A service is a class; "" is for requests without a class.
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
     "pool_info": (GaugeMetricFamily, "1: what a pool runs.", ("version", "completion")),
     "pool_ready": (GaugeMetricFamily, "1 while the pool grants leases, else 0.", ()),
@@ -113,18 +113,18 @@ def export(
 ) -> PoolCollector:
     """Export a pool's metrics until it is closed, and time its leases from now on.
 
-    May be called before the pool is open. The pools of one registry share its one collector.
-    Never waits.
+    May be called before the pool is open. All pools of a registry share one collector. Never
+    waits.
 
     Args:
-        name: the label `pool`; not that of another pool which is not closed.
-        registry: where the metrics are collected.
+        name: The label `pool`; no other open pool may have it.
+        registry: The registry that collects the metrics.
 
     Returns:
         The registry's collector.
 
     Raises:
-        InvalidRequest: another pool has the name, or this pool has another name.
+        InvalidRequest: Another pool has the name, or this pool has another name.
     """
     with _lock:
         collector = _collectors.get(registry)
@@ -138,13 +138,13 @@ def export(
 
 
 class PoolCollector(Collector):
-    """Collects the metrics of the pools that were given to `export`."""
+    """Collects the metrics of all pools that were passed to `export`."""
 
     def __init__(self) -> None:
         self.pools = ExportedPools()
 
     def describe(self) -> Iterable[Metric]:
-        """Return every metric without samples: the registry looks for their names."""
+        """Return every metric without samples, because the registry needs their names."""
         return _families().values()
 
     def collect(self) -> Iterable[Metric]:

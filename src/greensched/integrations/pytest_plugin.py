@@ -1,7 +1,7 @@
 """The pytest plugin: a simulated GPU on virtual time for each test that uses its fixtures.
 
-It is imported in every pytest run of an environment that has greensched, so it imports only
-pytest; the first test that uses `sim_gpu` or `sim_pool` loads the rest.
+Every pytest run in an environment with greensched imports it, so it imports only pytest. The first
+test that uses `sim_gpu` or `sim_pool` loads the rest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
     """Simulate a GPU in virtual time, with assertions on what ran on it.
 
-    An async test that uses it runs on its clock. After a test that passed, nothing may be leased or
-    alive on the GPU: otherwise the test fails with what is left. The report of a test that failed
-    has what held which SMs when, of the pools of `sim_pool`.
+    An async test that uses it runs on its clock. If a test passed but something is still leased or
+    alive on the GPU, the test fails and lists it. The report of a failed test shows which leases of
+    the pools of `sim_pool` held which SMs, and when.
     """
     from greensched.integrations.testing import SimGPU
 
@@ -42,7 +42,7 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
 
 @pytest.fixture
 def sim_pool(sim_gpu: SimGPU) -> SimPool:
-    """Make pools, each closed and over a simulated GPU of its own; options as for `Pool`.
+    """Make pools, each over its own simulated GPU, and close them. Options are those of `Pool`.
 
     `async with sim_pool(sms=132, faults=[Fail("allocate")]) as pool: ...`
     """
@@ -51,7 +51,7 @@ def sim_pool(sim_gpu: SimGPU) -> SimPool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Run an async test that uses `sim_gpu` on its clock, ahead of other plugins."""
+    """Run an async test that uses `sim_gpu` on its clock, before other plugins can run it."""
     if "sim_gpu" in pyfuncitem.fixturenames:
         _run_on_clock(pyfuncitem)
     return (yield)
@@ -60,10 +60,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 def _run_on_clock(item: pytest.Function) -> None:
     """Replace an async test by a plain function that runs it on the virtual clock.
 
-    It replaces the attribute that pytest-asyncio and anyio read, so they see a plain function.
+    Sets the attribute that pytest-asyncio and anyio read, so that they see a plain function.
     """
     main = item.obj
-    if type(item).__module__.startswith("pytest_asyncio"):  # it has wrapped the function
+    if type(item).__module__.startswith("pytest_asyncio"):  # which has wrapped the function
         main = getattr(main, "__wrapped__", main)
     if not inspect.iscoroutinefunction(main):
         return
@@ -77,7 +77,7 @@ def _run_on_clock(item: pytest.Function) -> None:
 
 
 def _on_clock(gpu: SimGPU, main: Callable[..., Any], backend: Any) -> Callable[..., None]:
-    """Return a plain function that runs an async one on the clock."""
+    """Return a plain function that runs an async function on the clock."""
 
     def test(**arguments: Any) -> None:
         gpu.run(partial(main, **arguments), backend=backend)
@@ -86,7 +86,7 @@ def _on_clock(gpu: SimGPU, main: Callable[..., Any], backend: Any) -> Callable[.
 
 
 class _Outcome:
-    """Whether a test has passed, for its fixtures; registered while they are in use."""
+    """Tells the fixtures of a test whether it passed. Registered while they are in use."""
 
     def __init__(self, item: pytest.Item, gpu: SimGPU) -> None:
         self._item = item

@@ -1,4 +1,4 @@
-"""What exporters of metrics read of pools: their state, statistics, and devices."""
+"""What metric exporters read from pools: state, statistics and devices."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from greensched import Device, LeaseInfo, Pool, PoolState, PoolStatistics
 from greensched.errors import InvalidRequest, PoolClosed
 from greensched.integrations.health import fault_of
 
-#: Pools that are left out: nothing of them changes any more.
+#: States in which a pool is left out, because it does not change any more.
 ENDED = (PoolState.CLOSED, PoolState.FORKED)
 #: How a request ends.
 OUTCOMES = ("granted", "cancelled", "expired", "refused")
 
 
 class ExportedPools:
-    """The pools of one exporter, by name. Keeps none of them alive."""
+    """The pools of one exporter, by name. Keeps no pool alive."""
 
     def __init__(self) -> None:
         self._pools: dict[str, weakref.ref[Pool]] = {}
         self._lock = threading.Lock()  # not held while a pool is read
 
     def add(self, pool: Pool, name: str) -> bool:
-        """Add a pool, until it is closed; return whether it is a new one.
+        """Add a pool until it is closed; return whether it is new.
 
         Raises:
-            InvalidRequest: another pool has the name, or this pool has another name.
+            InvalidRequest: Another pool has the name, or this pool has another name.
         """
         with self._lock:
             for known, other in self._live():
@@ -41,7 +41,7 @@ class ExportedPools:
             return is_new
 
     def live(self) -> list[tuple[str, Pool]]:
-        """Return the pools that are not closed, and forget the others."""
+        """Return the open pools, and forget the closed ones."""
         with self._lock:
             return self._live()
 
@@ -54,7 +54,7 @@ class ExportedPools:
 
 @dataclass(slots=True)
 class LeasesReading:
-    """How many leases are in one state, and for how many seconds the oldest has been."""
+    """The number of leases in one state, and the seconds that the oldest has been in it."""
 
     count: int = 0
     oldest: float = 0.0
@@ -66,8 +66,8 @@ class DeviceReading:
 
     Attributes:
         sms: SMs by state: `free`, `leased`, or `draining` until the work of an ended lease is done.
-        leases: by service class, and state: `used` or `draining`.
-        hung: SMs under work that hangs, by the class of the lease; see `Pool.hung`.
+        leases: Leases by service class and state (`used` or `draining`).
+        hung: SMs under hanging work, by the class of the lease; see `Pool.hung`.
     """
 
     device: Device
@@ -82,8 +82,8 @@ class PoolReading:
     """A pool at one moment.
 
     Attributes:
-        fault: why the pool did not open, or what ended it.
-        statistics: None until it is open; then there are no `devices`, either.
+        fault: Why the pool did not open, or what ended it.
+        statistics: None until the pool is open; then `devices` is empty, too.
     """
 
     is_ready: bool
@@ -93,12 +93,12 @@ class PoolReading:
 
     @property
     def fault_labels(self) -> tuple[str, str]:
-        """The name of the fault's class, and that of the driver's status, or ""."""
+        """The name of the fault's class, and the name of its driver status, or ""."""
         return type(self.fault).__name__, getattr(self.fault, "name", "")
 
 
 def read(pool: Pool) -> PoolReading:
-    """Read a pool, and check its devices. Never waits; on any thread."""
+    """Read a pool and check its devices. Never waits. From any thread."""
     fault = fault_of(pool) or pool.opening_error
     try:
         statistics, leases = pool.statistics(), pool.leases()
@@ -123,7 +123,7 @@ def read(pool: Pool) -> PoolReading:
 def _read_device(device: Device, leases: Sequence[LeaseInfo], *, is_up: bool) -> DeviceReading:
     now = device.driver.time()
     found = DeviceReading(device, is_up, {})
-    held: dict[int, tuple[str, int]] = {}  # shared leases have the same cells
+    held: dict[int, tuple[str, int]] = {}  # by cells, which shared leases have in common
     for lease in leases:
         since = lease.draining_since
         state = "used" if since is None else "draining"

@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 #: The default GPU, with 132 SMs.
 DEFAULT_GPU = "h200"
-#: Spans of leases that are kept of each pool: what a map of a failed test shows.
+#: Spans of leases kept for each pool: what the map of a failed test shows.
 MOST_SPANS = 200
-#: SMs of a GPC in a GPU of another size: whole sets of 8, no more than the default GPU's.
+#: SMs of each GPC in a GPU of another size: a multiple of 8, as many as the default GPU's or fewer.
 GPC = 16
 
 
 class SimPool(Protocol):
-    """The fixture `sim_pool`: makes a pool over a simulated GPU of its own, not open yet.
+    """The fixture `sim_pool`: makes a pool, not open yet, over its own simulated GPU.
 
     Args:
-        sms: the SMs of the GPU, a multiple of 2. Otherwise it is an H200.
-        faults: faults to inject: `Fail`, `Slow`, `Hang`, `Crash` of `greensched.driver.simulated`.
-        options: as for `Pool`.
+        sms: The number of SMs of the GPU, a multiple of 2. Otherwise the GPU is an H200.
+        faults: Faults to inject: `Fail`, `Slow`, `Hang`, `Crash` of `greensched.driver.simulated`.
+        options: The options of `Pool`.
     """
 
     def __call__(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool: ...
@@ -44,7 +44,7 @@ class SimPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A kernel as it ran. Times are in seconds of the clock; `sms` are the ids of its SMs."""
+    """One run of a kernel. Times are in seconds of the clock; `sms` are the ids of its SMs."""
 
     kernel: str
     device: int
@@ -76,20 +76,20 @@ class SimGPU:
 
     @cached_property
     def driver(self) -> SimulatedDriver:
-        """A machine with one GPU for a program's `Pool(driver=...)`; the same each time."""
+        """A machine with one GPU, for a program's `Pool(driver=...)`; always the same object."""
         return self.open()
 
     def open(
         self, what: str | int = DEFAULT_GPU, *, faults: Iterable[Fault] = ()
     ) -> SimulatedDriver:
-        """Make another machine.
+        """Make a further machine.
 
         Args:
-            what: as for `simulated.open` (`"h200x2"`), or the SMs of its GPU.
-            faults: as for `SimPool`.
+            what: As for `simulated.open` (`"h200x2"`), or the number of SMs of its GPU.
+            faults: As for `SimPool`.
 
         Raises:
-            InvalidRequest: there is no such machine.
+            InvalidRequest: There is no such machine.
         """
         given = tuple(faults)
         spec = what if isinstance(what, str) else [_model(what)]
@@ -99,7 +99,7 @@ class SimGPU:
         return driver
 
     def pool(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool:
-        """Make a pool over a machine of its own; see `SimPool`."""
+        """Make a pool over its own machine; see `SimPool`."""
         pool = Pool(driver=self.open(sms, faults=faults), **options)
         self._pools.append(pool)
         self._watched.append(_WatchedPool(pool))
@@ -109,7 +109,7 @@ class SimGPU:
 
     @property
     def time(self) -> float:
-        """Seconds on the clock, which stands while a loop or thread has something to do."""
+        """Seconds on the clock, which stands still while a loop or thread can run."""
         return self.clock.seconds()
 
     @property
@@ -148,7 +148,7 @@ class SimGPU:
         """Return the ids of a partition's SMs, to compare with launches. Only inside its block.
 
         Raises:
-            PartitionClosed: its block has ended, or has not begun.
+            PartitionClosed: The block has ended, or has not begun.
         """
         handle: Any = partition.context.resources.sm.handle
         return _ids(handle.mask)
@@ -162,7 +162,7 @@ class SimGPU:
         on: frozenset[int] | None = None,
         by: float | None = None,
     ) -> list[Launched]:
-        """Assert that a kernel ran, and that each launch of it was as given; return the launches.
+        """Assert that a kernel ran, and how each of its launches ran; return the launches.
 
         A failure lists all launches with their SMs and times.
 
@@ -192,7 +192,7 @@ class SimGPU:
         return found
 
     def assert_apart(self, first: Kernel | str, second: Kernel | str) -> None:
-        """Assert that two kernels ran, and that no launches of them had an SM in common."""
+        """Assert that two kernels ran, and that their launches had no SM in common."""
         for one, other in self._pairs(first, second):
             shared = one.sms & other.sms if one.device == other.device else frozenset()
             self._check(
@@ -209,7 +209,7 @@ class SimGPU:
         return [(a, b) for a in firsts for b in seconds if a != b]
 
     def _check(self, holds: bool, problem: str) -> None:
-        """Raise an AssertionError with what ran; `assert` would do nothing in `python -O`."""
+        """Raise an AssertionError with what ran, because `python -O` ignores `assert`."""
         if not holds:
             raise AssertionError(f"{problem}\n{self._account()}")
 
@@ -228,7 +228,7 @@ class SimGPU:
         return "\n".join(["what ran:", *rows])
 
     def map(self) -> str:
-        """Return what held which SMs when, of the pools of `pool`, as lines of text."""
+        """Return lines of text that show which leases held which SMs, for the pools of `pool`."""
         return "\n".join(line for one in self._watched for line in one.map(self.time))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class SimGPU:
     def leftovers(self) -> list[str]:
         """Return what is leased or alive now; a test must end with an empty list.
 
-        What a hung kernel or a device fault keeps alive is left on purpose and not listed.
+        Objects that a hung kernel or a device fault keeps alive are expected and not listed.
         """
         open_pools = [pool for pool in self._pools if pool.state in _OPEN]
         found = [f"a pool that was not closed, {pool!r}" for pool in open_pools]
@@ -248,7 +248,7 @@ class SimGPU:
         return found
 
     def close(self) -> list[str]:
-        """Return what is left, and close it as far as possible, for the next test."""
+        """Return what is left, and close as much of it as possible, for the next test."""
         leftovers = self.leftovers()
         for pool in self._pools:
             if pool.state in _OPEN:
@@ -260,7 +260,7 @@ class SimGPU:
 
 
 class _WatchedPool:
-    """A pool, and what held its SMs."""
+    """A pool, and the history of its leases."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -303,7 +303,7 @@ def _model(sms: int) -> simulated.DeviceModel:
 
 
 def _leaves_on_purpose(driver: SimulatedDriver, faults: Iterable[Fault]) -> bool:
-    """Say whether objects must be left alive: a device failed, or a kernel hangs."""
+    """Say whether a failed device or a hanging kernel must leave objects alive."""
     hung = any(
         isinstance(fault, Hang) and driver.script.starts[fault.kernel] >= fault.nth
         for fault in faults

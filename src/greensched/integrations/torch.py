@@ -7,8 +7,8 @@
         z = model(x)
     gs_torch.take(p, z)                 # orders the use of z elsewhere
 
-A tensor can be a kernel argument (`p.launch(config, kernel, x)`): by DLPack, ordered after torch's
-current stream. On a simulated GPU torch works on the CPU, and these functions leave it there.
+A tensor can be a kernel argument (`p.launch(config, kernel, x)`) by DLPack, ordered after torch's
+current stream. On a simulated GPU torch works on the CPU, and these functions do not change that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalS
     """Wrap the stream of a partition, or of the running call, for torch. Valid with the lease.
 
     Raises:
-        InvalidRequest: there is neither, or the GPU is simulated.
+        InvalidRequest: There is no partition or call, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)
@@ -40,16 +40,17 @@ def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalS
 def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream | None]:
     """Open a block in which torch's current stream is the partition's; no `await` inside.
 
-    The block's work is ordered after torch's current stream. The block waits for nothing: leaving
-    the partition's block does, and `take` orders work elsewhere. Affects the calling thread only.
+    The block's work is ordered after torch's current stream. Leaving the block does not wait for
+    the work; leaving the partition's block does, and `take` orders work elsewhere after it. Affects
+    only the calling thread.
 
     Args:
-        p: the partition; the work is in order with its launches and copies.
-        tensors: tensors from elsewhere that are used inside: they are kept until that work is done,
-            so their memory is not reused before.
+        p: The partition; the block's work is ordered with its launches and copies.
+        tensors: Tensors from elsewhere that are used inside. They are kept until that work is done,
+            so that their memory is not reused before.
 
     Returns:
-        The stream, or None on a simulated GPU, where torch is left as it is.
+        The stream, or None on a simulated GPU, where torch is not affected.
 
     Raises:
         InvalidRequest: torch's current stream is capturing.
@@ -71,15 +72,15 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
 
 
 def take(p: Partition, *tensors: torch.Tensor) -> None:
-    """Make torch's current stream wait for the partition's, on the device; no thread waits.
+    """Order torch's current stream after the partition's, on the device; no thread waits.
 
     Args:
-        p: the partition on which the tensors were made, in a block of `current`.
-        tensors: tensors that are used here: their memory is not reused before that work is done.
-            In a block of another partition, give them to that block's `current` instead.
+        p: The partition on which the tensors were made, in a block of `current`.
+        tensors: Tensors that are used here. Their memory is not reused before that work is done.
+            In a block of another partition, pass them to that block's `current` instead.
 
     Raises:
-        InvalidRequest: tensors are given inside a block of `current` or a call; or the partition's
+        InvalidRequest: Tensors are given inside a block of `current` or a call, or the partition's
             stream is capturing.
         WouldBlock: as `Partition.stream`.
     """
@@ -98,7 +99,7 @@ def take(p: Partition, *tensors: torch.Tensor) -> None:
 
 
 def sm_count() -> int:
-    """Return the SMs of the running call or block, else of torch's current device.
+    """Return the SMs of the running call or block, or else of torch's current device.
 
     Use it for grids as large as the GPU, for example as `NUM_SMS` of a Triton kernel.
     """
@@ -120,8 +121,8 @@ class SizesGrids(Protocol):
 def sized(library: SizesGrids) -> Iterator[int]:
     """Open a block in which a library such as `deep_gemm` uses `sm_count` SMs.
 
-    The number is process-wide, so a second such block waits for the first. Only launch inside; do
-    not wait for the GPU.
+    The number is process-wide, so a second such block waits for the first. Only launch inside the
+    block; do not wait for the GPU.
     """
     count = sm_count()
     with _sizing:
@@ -140,19 +141,19 @@ def around_call(
     call: CallContext,
     given: Sequence[object],  # noqa: ARG001  any argument may be of this library
 ) -> Callable[[Callable[[], Any]], Any] | None:
-    """Run `p.run` with torch: a call hook, registered when this module is imported.
+    """Run `p.run` with torch. A call hook, registered when this module is imported.
 
     The call's stream is ordered after torch's current stream at submission, and is torch's current
-    stream in the call. The arguments live until the call is done. Tensors of the result, also in
-    tuples, lists or dicts, may be used on the submitting stream: their memory is not reused before.
-    Inside a block of `current`, give them to the block that uses them.
+    stream in the call. The arguments live until the call is done. Tensors of the result, even in
+    tuples, lists or dicts, may be used on the submitting stream, and their memory is not reused
+    before. Inside a block of `current`, pass them to the block that uses them.
 
     Raises:
         InvalidRequest: torch's current stream is capturing.
     """
     if call.is_simulated or not _has_cuda():
         return None
-    # Never initialises CUDA in torch here, which takes seconds; uninitialised, it has no work.
+    # Do not initialise CUDA in torch, which takes seconds. If uninitialised, it has no work.
     mark = None
     if torch.cuda.is_initialized():
         mark = _mark(torch.cuda.current_stream(call.device_id))
@@ -178,12 +179,12 @@ def _has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-#: A stream, and an event of its work so far.
+#: A stream, and an event after its work so far.
 _Mark = tuple[torch.cuda.Stream, torch.cuda.Event]
 
 
 def _mark(source: torch.cuda.Stream) -> _Mark:
-    if source == torch.cuda.current_stream():  # the usual case: a change takes torch 20 us
+    if source == torch.cuda.current_stream():  # the usual case; changing the stream takes 20 us
         is_capturing = torch.cuda.is_current_stream_capturing()
     else:
         with torch.cuda.stream(source):
@@ -202,7 +203,7 @@ def _follow(follower: torch.cuda.Stream, mark: _Mark) -> None:
 
 
 def _keep_until(here: torch.cuda.Stream, tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory from reuse until the work of `here`, a stream of torch, is done."""
+    """Keep a tensor's memory from reuse until the work of torch's stream `here` is done."""
     if tensor.is_cuda:
         tensor.record_stream(here)
 

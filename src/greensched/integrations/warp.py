@@ -4,9 +4,9 @@
 
     wp.launch(kernel, dim=n, inputs=[x], stream=gs_warp.stream(p))
 
-and inside `p.run`, `gs_warp.stream()`. Give the stream to each launch and copy: Warp's current
+and inside `p.run`, `gs_warp.stream()`. Pass the stream to each launch and copy: Warp's current
 stream (`ScopedStream`) is process-wide, so concurrent partitions would overwrite it. An array can
-be a kernel argument of `p.launch`: by DLPack, ordered after Warp's current stream.
+be a kernel argument of `p.launch` by DLPack, ordered after Warp's current stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def stream(where: Partition | CallContext | None = None) -> warp.Stream:
     The stream is ordered after Warp's current stream.
 
     Raises:
-        InvalidRequest: there is neither, or the GPU is simulated.
+        InvalidRequest: There is no partition or call, or the GPU is simulated.
         WouldBlock: as `Partition.stream`.
     """
     call = call_context(where)

@@ -1,8 +1,8 @@
-"""Reads of a pool's state, also while a decision of another thread runs the user's code.
+"""Reads of a pool's state that need not wait while a decision runs the user's code.
 
-A decision holds the pool's lock, and its policy or duration curve may wait for a thread that reads:
-for the lock of a log handler, which prints the pool on another thread. Nothing changes as long as
-that code runs, so the state can be read without the lock.
+A decision holds the pool's lock, and its policy or duration curve may wait for a thread that reads
+the pool: for example, for a log handler's lock, held by a thread that prints the pool. While the
+user's code runs nothing changes, so the state can be read without the lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Final
 
 from greensched.scheduling import user_code
 
-#: Seconds after which a read that waits for the lock looks whether the user's code runs under it.
+#: How often a read that waits for the lock checks whether the user's code runs under it, in
+#: seconds.
 LOOK_S: Final = 0.005
 
 
@@ -22,33 +23,33 @@ class DecisionReads:
     """The reads of one pool.
 
     Args:
-        lock: the pool's.
+        lock: The lock of the pool.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        #: A thread that holds the lock runs the user's code.
+        #: Whether a thread that holds the lock runs the user's code.
         self._stands_still = False
-        #: Held by what reads without the lock.
+        #: Held while a read without the lock is in progress.
         self._reading = threading.Lock()
         user_code.add_reader(self)
 
     def user_code_began(self) -> None:
-        """See `user_code.Reader`."""
+        """Allow reads without the lock. See `user_code.Reader`."""
         if self._lock._is_owned():  # type: ignore[attr-defined]  # `Condition`'s
             self._stands_still = True
 
     def user_code_ended(self) -> None:
-        """See `user_code.Reader`."""
+        """Wait for reads without the lock to end. See `user_code.Reader`."""
         if self._stands_still and self._lock._is_owned():  # type: ignore[attr-defined]  # as above
             with self._reading:
                 self._stands_still = False
 
     @contextmanager
     def read(self) -> Generator[bool]:
-        """Have nothing change meanwhile. Yield whether the block may change something itself.
+        """Read while nothing changes. Yield whether the block may change something itself.
 
-        It may not inside a decision, of this thread or of another one.
+        The block may not change anything during a decision, on whatever thread.
         """
         in_decision: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # as above
         while not self._lock.acquire(timeout=LOOK_S):

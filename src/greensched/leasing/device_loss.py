@@ -1,4 +1,4 @@
-"""What runs when a device is lost: a device fault ends its pool, and all waiting."""
+"""What happens when a device is lost: a device fault ends the pool and all waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greensched.records import holder_name
 
 
 class LosingHost(Protocol):
-    """What the loss of a device needs of the manager."""
+    """What the loss of a device needs from the manager."""
 
     lock: RLock
     state: PoolState
@@ -33,9 +33,9 @@ class LosingHost(Protocol):
 
 
 def device_lost(host: LosingHost, error: BaseException) -> None:
-    """End everything because of a device fault, the first time. From any thread.
+    """End everything because of a device fault. Repeated calls do nothing. From any thread.
 
-    Each later use of the pool raises `DeviceLost` with this cause; no CUDA call is made any more.
+    Each later use of the pool raises `DeviceLost` with this cause; no further CUDA call is made.
     """
     with host.lock:
         if first_fault(host.device_pools) is not None or host.state is PoolState.CLOSED:
@@ -59,6 +59,6 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
 
 
 def first_fault(device_pools: Sequence[DevicePool]) -> BaseException | None:
-    """Return the first device fault of a pool, if there was one."""
+    """Return the first device fault of a pool, or None."""
     failures = (each.device.health.failure for each in device_pools)
     return next((failure for failure in failures if failure is not None), None)

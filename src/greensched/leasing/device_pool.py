@@ -1,12 +1,12 @@
-"""One device of a pool: how it is split, the executors over it, its memory and its staging.
+"""One device of a pool: its split, its executors, its memory and its staging.
 
-The device is split once, so its cells are disjoint; an executor is a green context over a set of
-cells. Executors are made beforehand over a set of shapes (aligned blocks and their complements),
-or when a request misses one; those in excess are closed least recently used first, and never with
-work in flight.
+The device is split once, so its cells are disjoint. An executor is a green context over a set of
+cells. Executors are made in advance for a set of shapes (aligned blocks and their complements), or
+when a request needs a missing one. Excess executors are closed, least recently used first, but
+never with work in flight.
 
-Making and closing executors blocks: it happens on the pool's builder thread, which alone may do
-it. Once the pool is open, its lock guards `add`, `take` and `evictable`.
+Making and closing executors blocks, so only the pool's builder thread does it. Once the pool is
+open, its lock guards `add`, `take` and `evictable`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from greensched.leasing.executor_builder import ExecutorBuilder
 
 logger = logging.getLogger("greensched")
 
-#: Executors made beforehand at most, some 6 MiB and 1 ms each on an H200, so that the first lease
-#: of any size waits for none. Split into groups of 8 SMs a device has 87 shapes, and split into
-#: groups of 2 it has 131 that begin or end where the device does, so that two leases that share it
-#: can move their border, and 26 more that are aligned blocks of 8 SMs and more, for three leases
-#: and more. What a driver can hold is not documented: making them ends quietly where it refuses.
+#: The most executors made in advance, so that the first lease of any size waits for none. Each
+#: takes some 6 MiB and 1 ms on an H200. Split into groups of 8 SMs a device has 87 shapes. Split
+#: into groups of 2 it has 131 shapes at an end of the device, between which two leases that share
+#: it can move their border, and 26 more aligned blocks of 8 or more SMs, for three or more leases.
+#: A driver's capacity is not documented: making them stops without an error when the driver
+#: refuses.
 MAX_PREBUILT = 160
-#: Executors of other shapes kept at most: their threads, events and users' values. Many, because
-#: making a green context waits on an H200 until nothing runs on the device. The context, of some 5
-#: MiB, is kept even without its executor (`driver.kept_handles`).
+#: The most executors of other shapes that are kept, with their threads, events and users' values.
+#: It is large because on an H200 making a green context waits until the device is idle. The
+#: context, of some 5 MiB, is kept even after its executor is closed (`driver.kept_handles`).
 MAX_EXTRA = 96
 
 
@@ -46,14 +47,15 @@ class DevicePool:
     """A device of a pool.
 
     Args:
-        device: opened by the pool, and closed here.
-        host: the pool.
-        kernels: loaded for every executor as it is made. If there are any, everything else that a
-            lease may need is allocated beforehand, too.
-        reserve_bytes: device memory allocated beforehand.
-        fine: split the device as finely as possible, without large thread-block clusters.
-        balanced: give every executor work queues that it does not share, where possible.
-        max_extra: executors that were not prebuilt, kept at most.
+        device: A device that the pool has opened; closed with this object.
+        host: The pool.
+        kernels: Kernels to load for each executor. If there are any, everything else that a lease
+            may need is allocated in advance, too.
+        reserve_bytes: Device memory to allocate in advance.
+        fine: Whether to split as finely as possible, so that large thread-block clusters do not
+            fit.
+        balanced: Whether each executor gets work queues that it does not share, where possible.
+        max_extra: The most executors to keep that were not made in advance.
     """
 
     def __init__(
@@ -69,13 +71,13 @@ class DevicePool:
     ) -> None:
         self.device = device
         self._max_extra = max_extra
-        #: The other devices of the pool, by ordinal; set once all are open.
+        #: The other devices of the pool by ordinal. Set once all devices are open.
         self.neighbours: Mapping[int, DevicePool] = {}
-        #: By cells, the least recently used first.
+        #: Executors by their cells, least recently used first.
         self.executors: OrderedDict[int, Executor] = OrderedDict()
-        #: Values that users made with executors which are closed.
+        #: The number of users' values that were made with executors now closed.
         self.values_made = 0
-        #: What the device does without, each in a sentence with its cause.
+        #: What the device lacks: for each feature a sentence with the cause.
         self.degraded: list[str] = []
         try:
             self.words = TicketMemory(device.primary)
@@ -91,7 +93,7 @@ class DevicePool:
             self.memory = DeviceAllocator(device.primary, self.words)
             self.pinned = PinnedAllocator(device.primary)
             self.memory.reserve(reserve_bytes)
-            if kernels:  # at most this many executors are leased at once
+            if kernels:  # as many executors can be leased at once
                 self.staging.prepare(self.cells.count + bool(self.cells.remainder_mask))
             self._prebuild()
         except BaseException:
@@ -99,7 +101,7 @@ class DevicePool:
             raise
 
     def _probe_words(self) -> None:
-        """Try whether streams can write tickets, on a green context as the executors have."""
+        """Test whether streams can write tickets, on a green context like the executors'."""
         context = self.builder.context(1)
         try:
             self.words.probe_stream_writes(context)
@@ -111,10 +113,10 @@ class DevicePool:
             )
 
     def _prebuild(self) -> None:
-        """Make the executors of the menu; end where the device lacks the capacity for one, twice.
+        """Make the executors of the menu. Stop if the device twice lacks capacity for one.
 
         Raises:
-            CUDAError: anything else failed, or not even one executor can be made.
+            CUDAError: Another failure, or no executor at all can be made.
         """
         menu = self.cells.menu(MAX_PREBUILT)
         for mask in menu:
@@ -134,21 +136,21 @@ class DevicePool:
     # -- executors ---------------------------------------------------------------------------------
 
     def prebuild_homes(self, masks: Collection[int]) -> None:
-        """Make the executors over the home cells of classes, and evict none of them. Blocks."""
+        """Make the executors over the classes' home cells, without evicting any. Blocks."""
         self.prebuilt |= {*masks}
         for mask in masks:
             if mask not in self.executors:
                 self.add(self.builder.make_again(mask))
 
     def add(self, executor: Executor) -> None:
-        """Let an executor be taken from here on."""
+        """Make an executor available for leases."""
         self.executors[executor.mask] = executor
 
     def evictable(self, keep: Collection[int]) -> list[int]:
         """Return the cells of executors to close, least recently used first.
 
-        Those in excess of the most that are kept: neither prebuilt nor to keep, without a lease or
-        work.
+        They exceed the most that are kept, were not made in advance, are not in `keep`, and have
+        neither a lease nor work.
         """
         extra = [mask for mask in self.executors if mask not in self.prebuilt]
         unused = [m for m in extra if m not in keep and not self.executors[m].is_leased]
@@ -159,22 +161,22 @@ class DevicePool:
 
     @property
     def busy(self) -> list[Executor]:
-        """The executors that are leased, or have work."""
+        """The executors that are leased or have work."""
         executors = self.executors.values()
         return [executor for executor in executors if executor.is_leased or not executor.is_idle]
 
     def close(self, *, is_building: bool = False) -> list[str]:
-        """Close everything if nothing works any more; else leave all as it is. Blocks.
+        """Close everything if no work is left; otherwise leave everything as it is. Blocks.
 
-        Beside work that does not end, much of it would wait for that work: cuMemHostUnregister and
-        cuLibraryUnload do, on an H200 with driver 580. A leased executor counts as one that works,
-        because work without a ticket does not show.
+        Next to work that does not end, closing could wait for that work: on an H200 with driver
+        580, cuMemHostUnregister and cuLibraryUnload do. A leased executor counts as working,
+        because work without a ticket is not visible.
 
         Args:
-            is_building: an executor is being made here; it counts as one that works.
+            is_building: Whether an executor is being made here; it then counts as working.
 
         Returns:
-            What is leased or has work, or could not be closed.
+            Descriptions of what is leased, has work, or could not be closed.
         """
         busy = [repr(executor) for executor in self.busy]
         if is_building:
@@ -198,40 +200,40 @@ class DevicePool:
         return []
 
     def abandon(self) -> None:
-        """Close what exists of it, when opening failed half way. Blocks."""
+        """Close the parts that exist after a failed opening. Blocks."""
         steps = [executor.close for executor in self.executors.values()]
         names = "memory", "pinned", "staging", "slots", "words"
         parts = [getattr(self, name, None) for name in names]
         steps += [part.close for part in parts if part is not None]
         try:
             run_all([*steps, self.device.close])
-        except GreenschedError as error:  # the failure itself is raised, and not this one
+        except GreenschedError as error:  # only the original failure is raised
             self._forget_if_lost(error)
             self.device.abandon()
             logger.warning("closing %r after a failure: %s", self.device, error)
 
     def _forget_if_lost(self, error: GreenschedError) -> None:
-        """Have no later pool use the kept handles of a device that an error shows to be lost."""
+        """Keep later pools from using kept handles if an error shows that the device is lost."""
         if isinstance(error, DeviceFault):
             self.device.driver.kept.forget(self.device.ordinal)
 
     def forget(self) -> None:
-        """Leave everything as it is, lost or at work, until the process ends. Never waits."""
+        """Leave everything as it is until the process ends. Never waits."""
         self.device.primary.is_abandoned = True
         for executor in self.executors.values():
             executor.abandon()
 
     def device_failed(self, error: BaseException) -> None:
-        """Record a device fault: no ticket is waited for any more, and no memory comes back.
+        """Record a device fault. From now on nothing waits for tickets, and no memory is reused.
 
-        No handle of the device is used again, nor destroyed.
+        No handle of the device is used or destroyed any more.
         """
         self.device.driver.kept.forget(self.device.ordinal)
         self.device.health.record(error)
         self._wake_submit_waiters()
 
     def close_use(self, closed_by: Callable[[], GreenschedError]) -> None:
-        """End the device's use: its pool was closed over unfinished work, or forked."""
+        """End the use of the device, as its pool was forked, or closed over unfinished work."""
         self.device.health.close(closed_by)
         self._wake_submit_waiters()
 
@@ -241,10 +243,10 @@ class DevicePool:
 
 
 def index_of(device_pools: Sequence[DevicePool], ordinal: int) -> int:
-    """Return the index of a pool's device.
+    """Return the index of a device among a pool's.
 
     Raises:
-        InvalidRequest: the pool does not have it.
+        InvalidRequest: The pool does not have the device.
     """
     for index, device_pool in enumerate(device_pools):
         if device_pool.device.ordinal == ordinal:

@@ -1,4 +1,4 @@
-"""Splitting a device into cells: once, so that all cells are disjoint."""
+"""Splitting a device into cells, once, so that all cells are disjoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greensched.scheduling.cells import DeviceCells
 
 @dataclass(frozen=True, slots=True)
 class DeviceSplit:
-    """The outputs of one split of a device: equal groups of SMs, and what was left over."""
+    """The result of splitting a device: equal groups of SMs, and the remainder."""
 
     whole: SMResource
     groups: tuple[SMResource, ...]
@@ -25,7 +25,7 @@ class DeviceSplit:
     def resources(self, mask: int) -> list[SMResource]:
         """Return the SMs of a set of cells."""
         cells = self.cells
-        if mask & cells.full_mask == cells.full_mask:  # alone, or as one of several shared grants
+        if mask & cells.full_mask == cells.full_mask:  # one grant, or several shared ones
             return [self.whole]
         chosen = [group for i, group in enumerate(self.groups) if mask >> i & 1]
         if mask & cells.remainder_mask and self.remainder is not None:
@@ -33,15 +33,15 @@ class DeviceSplit:
         return chosen
 
     def key(self, mask: int, balanced: bool) -> ContextKey:
-        """Return by what the green context over a set of cells is kept for the next pool."""
+        """Return the key under which the next pool finds the green context over a set of cells."""
         return self.fine, mask, balanced
 
 
 def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
-    """Split a device into its smallest cells, and try whether the remainder joins them.
+    """Split a device into its smallest cells, and test whether the remainder can join them.
 
     Args:
-        fine: the smallest cells possible if SMs need not be co-scheduled.
+        fine: Whether to use the smallest possible cells, whose SMs are not co-scheduled.
     """
     whole = device.resources.sm
     if fine:
@@ -57,7 +57,7 @@ def split_device(device: Device, *, fine: bool = False) -> DeviceSplit:
 
 
 def _joins(device: Device, split: DeviceSplit) -> bool:
-    """Try to combine them: from CUDA 13.1 on, resources of unequal alignment are refused."""
+    """Test the combination. From CUDA 13.1 on, resources of unequal alignment are refused."""
     if split.remainder is None:
         return False
     mask = 1 | split.cells.remainder_mask
@@ -70,5 +70,5 @@ def _joins(device: Device, split: DeviceSplit) -> bool:
         if error.status not in splitting.REFUSALS:
             raise
         return False
-    context.close()  # what this raises is no answer about the combination
+    context.close()  # outside the test, because an error here is no answer to it
     return True

@@ -1,4 +1,4 @@
-"""Making executors: the green context over a set of cells, and what leases need in it."""
+"""Making executors: a green context over a set of cells, with everything that leases need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from greensched.execution.executor import Executor, ExecutorHost
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import DeviceSplit
 
-#: Streams of an executor that have work at once: one of launches, one of calls.
+#: The streams of an executor that can have work at once: launches and calls.
 STREAMS = 2
 
 
@@ -29,13 +29,13 @@ class ExecutorBuilder:
     """Makes the executors of one device. All its methods block.
 
     Args:
-        device: has the SMs.
-        split: the device's cells.
-        words: memory for the tickets of the executors.
-        staging: lends chunks to their large copies.
-        host: the pool.
-        kernels: loaded for every executor as it is made.
-        balanced: give every executor work queues that it does not share, where possible.
+        device: The device with the SMs.
+        split: The split of the device into cells.
+        words: Memory for the executors' tickets.
+        staging: Chunks for the executors' large copies.
+        host: The pool.
+        kernels: Kernels to load for each executor.
+        balanced: Whether each executor gets work queues that it does not share, where possible.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ExecutorBuilder:
         """Make the executor over a set of cells.
 
         Raises:
-            CUDAError: the driver refused.
+            CUDAError: The driver refused.
         """
         context = self.context(mask)
         words, staging = self._words, self._staging
@@ -77,7 +77,7 @@ class ExecutorBuilder:
         return executor
 
     def make_again(self, mask: int) -> Executor:
-        """Make an executor; try once more where the device lacked the capacity."""
+        """Make an executor; if the device lacks capacity, try once more."""
         try:
             return self.make(mask)
         except CUDAError as error:
@@ -90,12 +90,12 @@ class ExecutorBuilder:
             raise first from None
 
     def context(self, mask: int) -> Context:
-        """Return the green context over a set of cells, kept or made."""
+        """Return the green context over a set of cells, a kept one or a new one."""
         options = ContextOptions(resources=[*self._split.resources(mask), *self._queues])
         return self._device.lend_context(self._split.key(mask, bool(self._queues)), options)
 
     def _prepare(self, executor: Executor) -> None:
-        """Do beforehand what a launch would have to wait for."""
+        """Do in advance whatever a launch would otherwise wait for."""
         try:
             for kernel in self._kernels:
                 check_runnable(kernel, self._device.driver)
@@ -109,7 +109,7 @@ class ExecutorBuilder:
 
 
 def _balanced_queues(device: Device) -> WorkqueueResource:
-    """Describe work queues that an executor does not share, where possible."""
+    """Return work queues that the executor shares with no other, where possible."""
     queue = device.resources.workqueue
     queue.configure(
         WorkqueueResourceOptions(sharing_scope="green_ctx_balanced", concurrency_limit=STREAMS)

@@ -1,11 +1,11 @@
-"""Holders that keep others waiting: named in a warning, with the place where they took the lease.
+"""Warnings about lease holders that keep requests waiting, with the place of the lease.
 
-A lease of a range of sizes gives SMs back at its checkpoints only. A holder that waits for work
-comes to none, and the requests in the queue would wait for ever, without a word. So would they for
-a lease that was forgotten.
+A lease of a range of sizes returns SMs only at its checkpoints. A holder that waits for work
+reaches no checkpoint, and queued requests would silently wait for ever. The same is true of
+a forgotten lease.
 
-Where a lease was taken is noted with `Pool(hang_after=...)`, in Python's development mode, and for
-ranges of sizes; noting it takes longer than a cached lease does.
+The place where a lease was taken is recorded with `Pool(hang_after=...)`, in Python's development
+mode, and for ranges of sizes. Recording takes longer than taking a cached lease.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from greensched.scheduling.requests import Request
 
 logger = logging.getLogger("greensched")
 
-#: Seconds that a request waits, and a holder comes to no checkpoint, before the warning: far longer
-#: than a step of anything that shares a GPU with others.
+#: The warning comes once a request has waited, and the holder has reached no checkpoint, for so
+#: many seconds: far longer than a step of anything that shares a GPU.
 MOST_S = 1.0
-#: Seconds that a request waits, and any other lease is held, before the warning. Source: the time
-#: after which psycopg_pool and HikariCP give up a request by default.
+#: The same limit for a holder of any other lease. Source: the time after which psycopg_pool and
+#: HikariCP give up a request by default.
 LONG_S = 30.0
-#: Modules between the code that takes a lease and the library.
+#: Modules that may be called between the code that takes a lease and this one.
 BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.", "trio.")
 
 
 def place() -> str:
-    """Return where the calling code takes a lease, outside this library."""
+    """Return the place outside this library where the calling code takes a lease."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(BETWEEN):
         frame = frame.f_back
@@ -40,7 +40,7 @@ def place() -> str:
 
 
 def _suspended_at(task: object) -> str:
-    """Return where a task of asyncio or trio waits, outside this library."""
+    """Return the place outside this library where a task of asyncio or trio waits."""
     get_coro = getattr(task, "get_coro", None)
     awaited: object = getattr(task, "coro", None) if get_coro is None else get_coro()
     found = ""
@@ -53,20 +53,20 @@ def _suspended_at(task: object) -> str:
 
 
 class HolderWatch:
-    """Finds the holders that keep others waiting. All calls are under the manager's lock."""
+    """Finds holders that keep requests waiting. All calls are under the manager's lock."""
 
     def __init__(self) -> None:
-        #: When it looks again.
+        #: When to check next.
         self._due = 0.0
-        #: When each holder that was named had last come to a checkpoint.
+        #: For each holder that a warning named: its last checkpoint at that time.
         self._named: dict[Lease, float] = {}
 
     def warnings(
         self, now: float, leases: Iterable[Lease], firsts: Callable[[], Iterable[Request]]
     ) -> list[str]:
-        """Return a warning for each holder not named since its last checkpoint; once a second.
+        """Return a warning for each holder without one since its last checkpoint; once a second.
 
-        `firsts` returns the first request of each line of the queue, which has any number of them.
+        `firsts` returns the first request of each of the queue's lines.
         """
         if now < self._due:
             return []
@@ -93,7 +93,7 @@ class HolderWatch:
 
 
 def _may_have_more(request: Request) -> bool:
-    """Return whether the rules of its own class are not what a request waits for."""
+    """Say whether a request waits for SMs, rather than for a limit of its own class."""
     state = request.class_state
     return state.sms + request.fewest <= state.cap and state.tokens > 0
 

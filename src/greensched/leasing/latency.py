@@ -1,4 +1,4 @@
-"""How long a piece of work takes on each number of SMs: measured, kept up to date, and queried."""
+"""How long work takes on each number of SMs: curves that are measured, updated and queried."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from greensched.leasing.partition import Partition
     from greensched.scheduling.cells import DeviceCells
 
-#: A size counts as a step where the next smaller one takes this many times as long. Kernels with a
-#: fixed grid are flat and then drop at once (1.8 x for 12 of 132 SMs in decode attention), so a
+#: A size counts as a step if the next smaller size takes this many times as long. Kernels with a
+#: fixed grid are flat between sudden drops (1.8 x for 12 of 132 SMs in decode attention), so a
 #: formula would give away SMs whose absence costs a second wave.
 STEP = 1.15
-#: Weight of the newest duration in the estimate of a size: about the last twenty count.
+#: Weight of the newest duration in a size's estimate; about the last twenty durations count.
 NEWEST = 0.05
 #: The quantile that is called the tail.
 TAIL = 0.95
-#: Measurements of each size, in turns with the other sizes, because a machine's speed changes from
-#: minute to minute. The 95th percentile of 20 is the second largest.
+#: How often each size is measured. Sizes take turns, because a machine's speed changes from minute
+#: to minute. The 95th percentile of 20 is the second largest.
 REPEATS = 20
-#: Sizes measured by default, at most: all there are on a device split into groups of 8 SMs.
+#: The most sizes measured by default: all sizes of a device that is split into groups of 8 SMs.
 MAX_SIZES = 17
 
 
 class LatencyCurve:
     """Latency against SMs: median and 95th percentile for each size, in seconds.
 
-    More SMs never take longer: a measurement that says so is smoothed (isotonic regression).
-    Between two sizes the time of the smaller one counts. Made by `pool.measure`, or from a table.
-    Given to `pool.partition(duration=curve)` it predicts, and learns from its leases.
+    More SMs never take longer: measurements that say otherwise are smoothed (isotonic regression).
+    Between two sizes the time of the smaller one applies. Made by `pool.measure`, or from a table.
+    As `pool.partition(duration=curve)` it predicts durations, and learns from its leases.
 
     Args:
-        samples: durations in seconds, by number of SMs.
+        samples: Durations in seconds, by number of SMs.
 
     Raises:
-        InvalidRequest: no samples, or values that are not durations.
+        InvalidRequest: There are no samples, or values are not durations.
     """
 
     def __init__(self, samples: Mapping[int, Iterable[float]]) -> None:
@@ -69,7 +69,7 @@ class LatencyCurve:
             self._p95[sms] = _quantile(durations, TAIL)
         if not self._median:
             raise InvalidRequest("samples={}: give the durations of at least one size")
-        #: The sizes in order; and the smoothed estimates, computed when first needed.
+        #: The sizes in order. The smoothed estimates below are computed when first needed.
         self._sizes = tuple(sorted(self._median))
         self._smooth: tuple[dict[int, float], dict[int, float]] | None = None
 
@@ -77,7 +77,7 @@ class LatencyCurve:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The known sizes, the smallest first."""
+        """The known sizes, smallest first."""
         return self._sizes
 
     def at(self, sms: int) -> float:
@@ -90,16 +90,16 @@ class LatencyCurve:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Sizes of which the next smaller one is much slower, by `STEP`."""
+        """The sizes at which the curve drops: the next smaller size is slower by `STEP`."""
         median, sizes = self._smoothed()[0], self.sizes
         pairs = pairwise(sizes)
         return tuple(larger for smaller, larger in pairs if median[smaller] > STEP * median[larger])
 
     def within(self, *, slowdown: float) -> int:
-        """Return the fewest SMs whose tail is at most `slowdown` times that of the most SMs.
+        """Return the fewest SMs whose tail is at most `slowdown` times that of the largest size.
 
         Raises:
-            InvalidRequest: a slowdown below 1.
+            InvalidRequest: `slowdown` is below 1.
         """
         if not as_float(slowdown) >= 1:
             raise InvalidRequest(f"slowdown={slowdown!r}: give a factor, at least 1")
@@ -109,7 +109,7 @@ class LatencyCurve:
         """Return the fewest SMs whose tail is at most `seconds`.
 
         Raises:
-            InvalidRequest: not even the most SMs are fast enough; says how fast they are.
+            InvalidRequest: Not even the largest size is fast enough; says how fast it is.
         """
         if not as_float(seconds) >= 0:
             raise InvalidRequest(f"seconds={seconds!r}: give seconds, at least 0")
@@ -122,24 +122,24 @@ class LatencyCurve:
         )
 
     def times(self, factor: float) -> ScaledCurve:
-        """Return the curve of `factor` repetitions of the work; it learns into this one."""
+        """Return the curve of `factor` repetitions of the work. Its durations teach this curve."""
         return ScaledCurve(self, factor)
 
     # -- learning --------------------------------------------------------------------------------
 
     def observe(self, sms: int, seconds: float) -> None:
-        """Learn one more duration. O(1), on any thread: it is called while serving.
+        """Learn a further duration. O(1), from any thread, for use while serving.
 
         Raises:
-            InvalidRequest: not a size, or not a duration; nothing is learnt.
+            InvalidRequest: A value is not a size or not a duration; nothing is learnt.
         """
         if not (sms >= 1 and 0 <= seconds < math.inf):
             raise InvalidRequest(f"{seconds!r} s on {sms!r} SMs: give a duration and a size")
         if sms not in self._median:
             self._median[sms], self._p95[sms] = self.at(sms), self.p95(sms)
             self._sizes, self._smooth = tuple(sorted(self._median)), None
-        # Each estimate moves towards the newest duration by a fraction of the distance; the tail
-        # moves up by 95 parts and down by 5, so one duration in twenty is above it.
+        # Each estimate moves towards the newest duration by a fraction of the distance. The tail
+        # moves up by 95 parts and down by 5, so that one duration in twenty exceeds it.
         median, p95 = self._median[sms], self._p95[sms]
         new_median = self._median[sms] = median + NEWEST * (seconds - median)
         part = TAIL if seconds > p95 else 1 - TAIL
@@ -150,10 +150,10 @@ class LatencyCurve:
                 self._is_moved(smooth_median, sms, median, new_median)
                 and self._is_moved(smooth_p95, sms, p95, new_p95)
             ):
-                self._smooth = None  # computed again when needed
+                self._smooth = None  # computed again when next needed
 
     def _is_moved(self, smooth: dict[int, float], sms: int, old: float, new: float) -> bool:
-        """Change one size in place; False if it needs smoothing before or after."""
+        """Change one size in place; return False if smoothing is needed before or after."""
         place = bisect_right(self._sizes, sms)
         above = smooth[self._sizes[place - 2]] if place > 1 else math.inf
         below = smooth[self._sizes[place]] if place < len(self._sizes) else 0.0
@@ -176,8 +176,8 @@ class LatencyCurve:
         """Read a curve that `save` wrote. Blocks.
 
         Raises:
-            InvalidRequest: the file does not hold a curve.
-            OSError: the file cannot be read.
+            InvalidRequest: The file does not hold a curve.
+            OSError: The file cannot be read.
         """
         try:
             rows: list[dict[str, Any]] = json.loads(Path(path).read_text())["latency"]
@@ -209,7 +209,7 @@ class LatencyCurve:
 
 
 class ScaledCurve:
-    """The curve of a batch: `factor` repetitions of another curve's work, which it teaches."""
+    """The curve of `factor` repetitions of another curve's work. It teaches that curve."""
 
     __slots__ = ("_curve", "_factor")
 
@@ -224,17 +224,17 @@ class ScaledCurve:
         return self._factor * self._curve.at(sms)
 
     def observe(self, sms: int, seconds: float) -> None:
-        """Learn one more duration of the batch."""
+        """Learn a further duration of the batch."""
         self._curve.observe(sms, seconds / self._factor)
 
 
 def _quantile(ordered: list[float], part: float) -> float:
-    """Return the smallest value that at least this part of all does not exceed."""
+    """Return the smallest value that at least this fraction of the values does not exceed."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
 def _falling(times: dict[int, float]) -> dict[int, float]:
-    """Return the nearest times that never rise with the size: rising neighbours are averaged."""
+    """Return the closest times that never rise with size, by averaging rising neighbours."""
     blocks: list[tuple[float, int]] = []
     for size in sorted(times):
         mean, count = times[size], 1
@@ -251,7 +251,7 @@ def _falling(times: dict[int, float]) -> dict[int, float]:
 
 
 class PartitionSource(Protocol):
-    """What `measure` needs of a pool."""
+    """What `measure` needs from a pool."""
 
     def partition(
         self, sms: int, *, device: int, service: str | None
@@ -259,7 +259,7 @@ class PartitionSource(Protocol):
 
 
 def default_sizes(cells: DeviceCells) -> tuple[int, ...]:
-    """Return the sizes worth measuring: multiples of a cell, evenly spaced, and the device."""
+    """Return sizes worth measuring: evenly spaced multiples of a cell, and the whole device."""
     step = -(-cells.count // (MAX_SIZES - 1))
     counts = range(step, cells.count + 1, step)
     return tuple(dict.fromkeys((*(count * cells.size for count in counts), cells.total)))
@@ -279,7 +279,7 @@ async def measure(
     """Measure a piece of work on partitions of each size, in turns. See `Pool.measure`."""
     if not callable(fn):
         raise InvalidRequest(f"measure({fn!r}): give a function, or a coroutine function")
-    given: Any = as_tuple(sizes)  # an iterator is used up by the first turn
+    given: Any = as_tuple(sizes)  # because an iterator would be used up by the first turn
     if given is None:
         raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
     samples: dict[int, list[float]] = {}

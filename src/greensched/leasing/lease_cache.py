@@ -1,10 +1,10 @@
-"""Leases that ended without work, kept for the next request for the same.
+"""Leases that ended without work, kept for the next equal request.
 
-Most services ask for the same sizes of the same classes again and again, and mostly no request is
-queued. A lease that ended then is cached: the next task of its loop that asks for the same gets it
+Most services request the same sizes of the same classes repeatedly, usually with an empty queue. A
+lease that ends in this state is cached: the next task of its loop with an equal request gets it
 without a decision (`make bench` has rows with and without one). To the scheduler its grant is
-*suspended*: its cells are free, and are reclaimed before any decision that they could change. Each
-lease is counted, and its class charged, as if it had been decided on.
+*suspended*: its cells are free, and are reclaimed before any decision that they could affect. Each
+lease is counted, and its class charged, as if the scheduler had decided on it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class LeaseCache:
     """The cached leases of a pool, by request and by the thread of their loop.
 
     Args:
-        lock: the pool's.
+        lock: The lock of the pool.
     """
 
-    #: Whether it notes where each lease is taken.
+    #: Whether it records where each lease is taken.
     notes_places = False
 
     def __init__(self, lock: RLock) -> None:
         self._lock = lock
         self._idle: dict[object, list[Lease]] = {}
-        #: The pool is open, else nothing enters.
+        #: Whether the pool is open; otherwise no lease enters.
         self._is_open = False
-        #: Is told of each lease that enters or leaves.
+        #: The scheduler, which is told of each lease that enters or leaves.
         self._scheduler: Scheduler
         self._time: Callable[[], float]
 
@@ -42,31 +42,31 @@ class LeaseCache:
         return sum(map(len, self._idle.values()))
 
     def open_locked(self, scheduler: Scheduler, time: Callable[[], float]) -> None:
-        """Begin to keep leases. `time` returns the seconds that the scheduler counts with."""
+        """Begin to keep leases. `time` returns the scheduler's time in seconds."""
         self._is_open, self._scheduler, self._time = True, scheduler, time
 
     def set_open_locked(self, is_open: bool) -> None:
-        """Keep leases from here on, or none; where none, the scheduler has reclaimed all."""
+        """Set whether leases are kept. Before False, the scheduler must have reclaimed all."""
         self._is_open = is_open
 
     def forked(self, lock: RLock) -> None:
-        """Forget every lease, in a forked child; take no lock that a thread of the parent holds."""
+        """Forget every lease, in a forked child, without a lock that the parent may have held."""
         self._lock, self._is_open = lock, False
         self.clear_locked()
 
     def take(self, request: LeaseRequest) -> Lease | None:
-        """Take a lease that the running loop left for this request; None if there is none."""
+        """Take a lease that the running loop cached for an equal request, or return None."""
         idle = self._idle.get((request, get_ident()))
         if not idle:
             return None
         lock = self._lock
-        lock.acquire()  # half the time of `with`, and a tenth of all that a cached lease takes
+        lock.acquire()  # takes half as long as `with`, and a tenth of taking a cached lease
         try:
-            if not idle:  # reclaimed meanwhile
+            if not idle:  # another thread has reclaimed it
                 return None
             lease = idle[-1]
             holder = lease.poller.loop.current_holder()
-            if holder is None:  # these are of another loop, which ran on this thread before
+            if holder is None:  # the leases belong to an earlier loop of this thread
                 return None
             self._scheduler.resume(self._time(), lease.grant, holder)
             return idle.pop()
@@ -74,7 +74,7 @@ class LeaseCache:
             lock.release()
 
     def put(self, lease: Lease) -> bool:
-        """Keep an open lease without work, unless it is to end: False."""
+        """Keep an open lease without work. Return False if it must end instead."""
         key = lease.cache_key
         if key is None:
             return False
@@ -89,21 +89,21 @@ class LeaseCache:
             lock.release()
 
     def clear_locked(self) -> list[Lease]:
-        """Remove and return all leases: the scheduler has reclaimed their cells."""
+        """Remove and return all leases. The scheduler has reclaimed their cells."""
         leases = [lease for idle in self._idle.values() for lease in idle]
         for idle in self._idle.values():
-            idle.clear()  # `take` may be about to look at it
+            idle.clear()  # in place, because `take` may be about to read it
         self._idle.clear()
         return leases
 
 
 class PlacingLeaseCache(LeaseCache):
-    """A lease cache that notes where each lease is taken; see `holders`."""
+    """A lease cache that records where each lease is taken; see `holders`."""
 
     notes_places = True
 
     def take(self, request: LeaseRequest) -> Lease | None:
-        """Take a lease, as `LeaseCache.take`."""
+        """Take a lease, as `LeaseCache.take` does."""
         lease = super().take(request)
         if lease is not None:
             lease.taken_at = place()

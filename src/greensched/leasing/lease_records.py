@@ -1,7 +1,7 @@
-"""Records of what the manager decides, and its rare events.
+"""Records of the manager's decisions, and its rare events.
 
-Records are added under the manager's lock, in the order of the decisions, and delivered outside it:
-`Recorder.flush` follows.
+Records are added under the manager's lock, in the order of the decisions. `Recorder.flush` then
+delivers them, outside the lock.
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ MOST_RECENT = 64
 
 
 class LeaseRecords:
-    """Makes the records of requests and grants. What `add_...` adds is for watchers alone.
+    """Makes the records of requests and grants. The `add_...` methods are for watchers only.
 
     Args:
-        recorder: delivers them.
-        time: the driver's clock, in seconds.
+        recorder: Delivers the records.
+        time: Returns the time of the driver's clock, in seconds.
     """
 
     def __init__(self, recorder: Recorder, time: Callable[[], float]) -> None:
         self.recorder = recorder
         self.device_pools: tuple[DevicePool, ...] = ()
-        #: Rare events: when, and a line. The oldest go.
+        #: The latest rare events: time and text.
         self.recent: deque[tuple[float, str]] = deque(maxlen=MOST_RECENT)
         self._time = time
-        #: What grants have borrowed, as the records said last.
+        #: What grants have borrowed, according to the latest records.
         self._told_loans: dict[Grant, Mapping[ClassState, int]] = {}
 
     # -- requests --------------------------------------------------------------------------------
 
     def add_requested(self, now: float, number: int, request: LeaseRequest, holder: object) -> None:
-        """Add that a request was made, with the context of its caller."""
+        """Record that a request was made, with the context of its caller."""
         sizes, name = tuple(map(repr, request.sizes)), holder_name(holder)
         context = copy_context()
         self.recorder.add(Requested(now, number, request.service, sizes, name, context))
 
     def add_requested_again(self, now: float, number: int, grant: Grant) -> None:
-        """Add that a lease without SMs asks for them again, with the context of its task."""
+        """Record that a lease without SMs requests them again, with the context of its task."""
         request, service = grant.request, grant.class_state.name
         sizes, context = tuple(map(str, request.parts)), copy_context()
         name = holder_name(request.holder if grant.holder is None else grant.holder)
         self.recorder.add(Requested(now, number, service, sizes, name, context))
 
     def add_queued(self, request: Request, waiting: int) -> None:
-        """Add that a request waits, unless it is granted or rejected already."""
+        """Record that a request waits, unless it is granted or rejected already."""
         if request.state is QUEUED:
             name = request.class_state.name
             self.recorder.add(Queued(self._time(), request.order, name, waiting))
 
     def add_cancelled(self, request: Request) -> None:
-        """Add that a request was cancelled."""
+        """Record that a request was cancelled."""
         self.recorder.add(Cancelled(self._time(), request.order, request.class_state.name))
 
     def refused_in_queue(self, request: Request, error: Exception) -> None:
-        """Tell of a request that left the queue with an error. Not under the lock."""
+        """Record that a request left the queue with an error. Not for use under the lock."""
         name = request.class_state.name
         is_expired = isinstance(error, DeadlineExceeded)
         what = "expired" if is_expired else "refused"
@@ -111,9 +111,9 @@ class LeaseRecords:
         )
 
     def add_resized(self, grant: Grant, mask: int, sms: int, time: float | None) -> None:
-        """Add that a grant, which had this mask, has others: its first cells, more, or none.
+        """Record that a grant has new cells: its first, others than its earlier mask, or none.
 
-        With the time that the statistics count with, if it began or ended.
+        `time` is the statistics' time of its beginning or end, or None.
         """
         now, add, name = time, self.recorder.add, grant.class_state.name
         if now is None:
@@ -124,17 +124,17 @@ class LeaseRecords:
         elif grant.mask:
             ordinal, cells = device_pool.device.ordinal, grant.mask & device_pool.cells.full_mask
             add(Resized(now, grant.number, name, ordinal, cells, grant.sms))
-        for one in {grant: None, **dict.fromkeys(self._told_loans)}:  # owners may forgo loans
+        for one in {grant: None, **dict.fromkeys(self._told_loans)}:  # owners may write off loans
             self._add_loans(one, now)
         if not grant.mask:
             if not grant.released:
                 add(Released(now, grant.number, name))
             add(Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
-            if grant.request.state is QUEUED:  # it gives way, and is queued again
+            if grant.request.state is QUEUED:  # it gave way, and is queued again
                 self.add_requested_again(now, grant.request.order, grant)
 
     def _add_loans(self, grant: Grant, now: float) -> None:
-        """Add what a grant has borrowed and given back since it was last told."""
+        """Record what a grant has borrowed and returned since the last record."""
         before, loans = self._told_loans.get(grant, NO_LOANS), grant.loans
         if loans is before:
             return
@@ -151,24 +151,24 @@ class LeaseRecords:
             self._told_loans.pop(grant, None)
 
     def add_released(self, grant: Grant, now: float) -> None:
-        """Add that the block of a lease was left before its work was done."""
+        """Record that the block of a lease was left before its work was done."""
         grant.released = now
         if self.recorder.watched:
             self.recorder.add(Released(now, grant.number, grant.class_state.name))
 
     def forget(self) -> None:
-        """Forget what was told: the last watcher has gone."""
+        """Forget earlier records, because the last watcher has gone."""
         self._told_loans.clear()
 
     # -- rare events -----------------------------------------------------------------------------
 
     def tell_rarely(self, what: str, *values: object, level: int = logging.DEBUG) -> None:
-        """Log a rare event, and keep it for `recent`. Not under the lock."""
+        """Log a rare event, and keep it in `recent`. Not for use under the lock."""
         logger.log(level, what, *values)
         self.recent.append((self._time(), what % values))
 
     def lost(self, error: BaseException, leased: Sequence[str]) -> None:
-        """Tell of a lost device, and whose work may have been the cause. Not under the lock."""
+        """Log a lost device, with the leases that may be the cause. Not for use under the lock."""
         message = "the GPU is unusable until this process is replaced: %s (leased then: %s)"
         self.tell_rarely(message, error, ", ".join(leased) or "nothing", level=logging.ERROR)
         if self.recorder.watched:

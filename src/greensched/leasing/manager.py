@@ -1,14 +1,14 @@
-"""The lease manager: takes requests, grants leases, and keeps account of them until the pool ends.
+"""The lease manager: takes requests, grants leases, and tracks them until the pool ends.
 
-The scheduler decides, under one short lock. The thread that made it decide wakes the tasks whose
+The scheduler decides, under one short lock. The thread that called it then wakes the tasks whose
 requests were granted, outside the lock, each through the adapter of its own loop. No log handler or
-callback of the user's runs under the lock; a policy or duration curve does, with snapshots, and
-what it raises waits for the end of the decision. A lease belongs to one loop from its grant until
+callback of the user runs under the lock. A policy or duration curve does; it gets snapshots, and
+its exceptions wait for the end of the decision. A lease belongs to one loop from its grant until
 its work is done. When a loop has closed, its queued requests are cancelled, and the next loop that
 uses the pool takes over its leases.
 
 A cancellation loses nothing: a queued request leaves the queue, and a request that was granted
-meanwhile gives its cells back.
+meanwhile returns its cells.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ from greensched.scheduling.requests import QUEUED, Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
-#: While requests are queued or come, closed loops are looked for this often.
+#: How often closed loops are looked for while requests are queued or made.
 TICK_S = 0.050
-#: Requests that one turn of a loop refuses at most, and their tasks with it: some 10 ms, however
-#: many wait.
+#: The most requests that one turn of a loop refuses, waking their tasks: some 10 ms, however many
+#: wait.
 AT_ONCE = 500
-#: Looked up for every lease: a name of a module is found faster than the member of an enum.
+#: Read for each lease. A module's name is found faster than an enum's member.
 OPEN: Final = PoolState.OPEN
 FORKED: Final = PoolState.FORKED
 WORKING: Final = (PoolState.OPENING, OPEN, PoolState.CLOSING)
 
 
 class LeaseManager:
-    """Grants the leases of one pool. Made closed; `start` opens it.
+    """Grants the leases of one pool. It is created closed; `start` opens it.
 
     Args:
-        driver: the pool's.
-        builder: the thread on which everything happens that blocks.
-        lock: guards the scheduler, the leases and the state.
-        cache: leases without work, which wait for the next request for the same.
-        recorder: of the pool's records.
-        hang_after: see `Watchdog`.
-        exit_policy: what happens to the process when work hangs, or a device is lost.
+        driver: The driver of the pool.
+        builder: The thread for everything that blocks.
+        lock: Guards the scheduler, the leases and the state.
+        cache: Leases without work that wait for the next equal request.
+        recorder: The recorder of the pool.
+        hang_after: See `Watchdog`.
+        exit_policy: What happens to the process when work hangs or a device is lost.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class LeaseManager:
         self.cache = cache
         self.recorder = recorder
         self.records = LeaseRecords(recorder, driver.time)
-        #: Where leases are timed: from a grant to the turn in which the task goes on.
+        #: If leases are timed: times from a grant until its task resumes.
         self._wake: Histogram | None = None
-        #: Leases that are open or draining; cached ones, too.
+        #: Leases that are open, cached or draining.
         self.leases: set[Lease] = set()
         self.builder = MissingExecutors(self, builder)
         self.pollers = PollerRegistry(
@@ -129,15 +129,15 @@ class LeaseManager:
         self._holders = HolderWatch()
         #: When a request next looks for closed loops.
         self._look_due = 0.0
-        #: Of each class whose memory is bounded, or was.
+        #: Quotas of the classes whose memory is limited, or was.
         self._quotas: dict[str, MemoryQuota] = {}
         #: Tasks that wait until every cell is free.
         self._idle_waiters: list[tuple[LoopAdapter, Waiter]] = []
-        #: Requests whose task was collected while it waited; the next caller cancels them.
+        #: Requests whose waiting task was collected. The next caller cancels them.
         self._abandoned: deque[Request] = deque()
-        #: A loop will cancel more of them in its next turn.
+        #: Whether a loop will cancel more of them in its next turn.
         self._cancels_more = False
-        #: What waited when the queue was closed, and what makes its errors, until all are refused.
+        #: The requests of a closed queue, until all are refused, and what makes their errors.
         self._refusing: deque[tuple[Iterator[Request], Callable[[], Exception]]] = deque()
 
     def start(
@@ -151,8 +151,8 @@ class LeaseManager:
         """Begin to grant the SMs of these devices.
 
         Raises:
-            InvalidRequest: the reserves of the classes do not fit on the devices.
-            CUDAError: an executor over the home cells of a class cannot be made.
+            InvalidRequest: The reserves of the classes do not fit on the devices.
+            CUDAError: An executor over the home cells of a class cannot be made.
         """
         scheduler = Scheduler(
             [each.cells for each in device_pools],
@@ -176,7 +176,7 @@ class LeaseManager:
             self.watchdog.set_services_locked(services)
             for each in device_pools:
                 each.device.health.on_failure = partial(device_lost, self)
-            if self.state is PoolState.OPENING:  # else it is closed as soon as it is open
+            if self.state is PoolState.OPENING:  # otherwise it is closed as soon as it is open
                 self.state = OPEN
                 self.cache.open_locked(scheduler, self._time)
                 if self.recorder.watched:
@@ -186,18 +186,18 @@ class LeaseManager:
     # -- requests --------------------------------------------------------------------------------
 
     async def acquire(self, request: LeaseRequest) -> tuple[Lease, ...]:
-        """Wait until a request is granted, and return its leases: one for each of its parts.
+        """Wait until a request is granted; return a lease for each of its parts.
 
-        The lease cache had none for it.
+        The caller has already tried the lease cache.
 
         A checkpoint on trio; on asyncio it yields only if it waits. A cancellation leaves nothing
-        behind: no place in the queue, no SM.
+        behind, neither a queued request nor a lease.
 
         Raises:
-            TooManySMs, WouldDeadlock: it can never be granted, or not any more.
-            QueueFull, DeadlineImpossible, DeadlineExceeded: it cannot be granted now, or in time.
-            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
-            CUDAError: a green context over its SMs cannot be made.
+            TooManySMs, WouldDeadlock: It can never be granted, or not any more.
+            QueueFull, DeadlineImpossible, DeadlineExceeded: It cannot be granted now, or in time.
+            PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
+            CUDAError: A green context over its SMs cannot be made.
         """
         if self.state is not OPEN:
             raise self.refusal()
@@ -216,7 +216,7 @@ class LeaseManager:
                 if self._wake is not None:
                     self._wake.add(self._time() - queued.grants[0].began)
                 return self._claim_locked(queued, poller, request)
-        except GeneratorExit:  # the collector ended the task: no lock may be taken here
+        except GeneratorExit:  # from garbage collection, where no lock may be taken
             self._abandoned.append(queued)
             raise
         except BaseException:
@@ -226,21 +226,21 @@ class LeaseManager:
             waiter.close()
 
     def acquire_nowait(self, request: LeaseRequest) -> Lease:
-        """Grant one lease at once. Raises `WouldBlock`, and what `acquire` does."""
+        """Grant one lease at once. Raises `WouldBlock`, and the errors of `acquire`."""
         if self.state is not OPEN:
             raise self.refusal()
         poller = self.current_poller()
-        self._take_over_closed_loops(poller)  # no tick does, where no request is queued
+        self._take_over_closed_loops(poller)  # with an empty queue, no tick does this
         _, (lease,) = self._request(request, poller, wait=False)
         return lease
 
     async def claim(self, request: LeaseRequest, mask: int) -> Lease:
-        """Lease exactly these cells of the request's device, beside the rules of the classes.
+        """Lease exactly these cells of a request's device, regardless of the classes' rules.
 
         Raises:
-            WouldBlock: they are not free, or requests wait.
-            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
-            CUDAError: a green context over them cannot be made.
+            WouldBlock: The cells are not free, or requests wait.
+            PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
+            CUDAError: A green context over the cells cannot be made.
         """
         poller = self.current_poller()
         assert request.device is not None
@@ -261,7 +261,7 @@ class LeaseManager:
     def _request(
         self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
     ) -> tuple[Request, tuple[Lease, ...]]:
-        """Ask the scheduler; return the leases, or none if the request is queued."""
+        """Pass a request to the scheduler; return its leases, or none if it is queued."""
         self.refuse_in_decision()
         self._cancel_abandoned()
         if len(self.pollers) > 1:
@@ -277,7 +277,7 @@ class LeaseManager:
             raise
         try:
             self.notify_granted(granted)
-        except BaseException:  # an interrupt in a policy: the caller gets that, and no lease
+        except BaseException:  # an interrupt in a policy, which the caller gets instead of a lease
             for lease in leases:
                 lease.end()
             self._cancel(asked)
@@ -287,7 +287,7 @@ class LeaseManager:
     def _request_locked(
         self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
     ) -> tuple[Request, tuple[Lease, ...], list[Request]]:
-        """Return the scheduler's request, its leases, and others that are granted because of it."""
+        """Return the scheduler's request, its leases, and other requests granted meanwhile."""
         if self.state is not OPEN:
             raise self.refusal()
         near, device, now = request.near, request.device, self._time()
@@ -321,18 +321,18 @@ class LeaseManager:
 
     @property
     def in_decision(self) -> bool:
-        """Whether this thread is in a decision: then it runs a policy or a curve of the user's."""
+        """Whether this thread is in a decision, where it runs a policy or curve of the user."""
         return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # `Condition`'s
 
     def refuse_in_decision(self) -> None:
-        """Refuse a change by a policy or a curve: its own decision is not complete.
+        """Refuse changes by a policy or curve during its own, incomplete decision.
 
         Raises:
-            InvalidRequest: this thread is in a decision.
+            InvalidRequest: This thread is in a decision.
         """
         if self.in_decision:
             raise InvalidRequest(
-                "a policy or a duration curve cannot change its pool while that decides: it may "
+                "a policy or a duration curve cannot change its pool during a decision: it may "
                 "read `pool.statistics()`, and a task of its own can do the rest"
             )
 
@@ -358,7 +358,7 @@ class LeaseManager:
         return tuple(leases)
 
     def _take_executor_locked(self, grant: Grant) -> Executor:
-        """Return the executor over the cells of a grant: leased and used from now on."""
+        """Return the executor over the cells of a grant, which uses it from now on."""
         executors = self.device_pools[grant.device].executors
         executor = executors[grant.mask]
         executor.is_leased = True
@@ -366,12 +366,12 @@ class LeaseManager:
         return executor
 
     def _unclaimed_locked(self) -> list[Request]:
-        """Return the requests that are granted, and whose tasks had no turn to claim that."""
+        """Return granted requests whose tasks have not resumed yet."""
         owners = [grant.request for held in self.scheduler.allocator.grants for grant in held]
         return [request for request in dict.fromkeys(owners) if request.grants]
 
     def _cancel(self, request: Request) -> None:
-        """Cancel a request, queued or granted."""
+        """Cancel a request, whether queued or granted."""
         if self.state is FORKED:
             return
         with self.lock:
@@ -381,11 +381,11 @@ class LeaseManager:
     def _cancel_abandoned(self) -> None:
         """Cancel the requests of collected tasks.
 
-        The collector ends them at any allocation, on any thread, perhaps while the lock is held: so
-        they only append to a list. At most `AT_ONCE` now, and the others in later turns of a loop.
+        Garbage collection runs at any allocation, on any thread, perhaps while the lock is held, so
+        it only appends to a list. At most `AT_ONCE` are cancelled now, the rest in later turns.
         """
         for _ in range(min(AT_ONCE, len(self._abandoned))):
-            with suppress(IndexError):  # another thread was first
+            with suppress(IndexError):  # another thread took the last one
                 self._cancel(self._abandoned.popleft())
         if self._abandoned and not self._cancels_more:
             self._cancels_more = self.pollers.call_one(self._cancel_more)
@@ -395,9 +395,9 @@ class LeaseManager:
         self._cancel_abandoned()
 
     def cancel_locked(self, request: Request) -> list[Request]:
-        """End a request that is queued, or granted and not claimed; a second time does nothing.
+        """End a request that is queued, or granted and not claimed. Idempotent.
 
-        Returns the requests that are granted because of it.
+        Returns the requests that are granted as a result.
         """
         now = self._time()
         if self.recorder.watched and (request.grants or request.state is QUEUED):
@@ -411,14 +411,14 @@ class LeaseManager:
     # -- changes ---------------------------------------------------------------------------------
 
     def checkpoint(self, lease: Lease, duration: object, deadline: object) -> Request | None:
-        """Let the scheduler change the cells of a lease that has no work; the lease then moves.
+        """Let the scheduler change the cells of a lease without work; the lease then moves.
 
         Returns:
-            The request that the lease waits for if it gave way: `wait_to_go_on` follows.
+            If the lease gave way, the request that it waits for: call `wait_to_go_on` next.
 
         Raises:
-            PoolClosed, DeviceLost, ForkedPool: the pool has ended.
-            InvalidRequest: not a duration, or not a deadline.
+            PoolClosed, DeviceLost, ForkedPool: The pool has ended.
+            InvalidRequest: `duration` or `deadline` is invalid.
         """
         self.refuse_in_decision()
         told = checked_duration(duration), checked_deadline(deadline)
@@ -446,22 +446,22 @@ class LeaseManager:
         return waiting
 
     def begin_idle(self, lease: Lease) -> None:
-        """Give back the cells of a lease that has no work, until `end_idle`.
+        """Return the cells of a lease without work, until `end_idle`.
 
         Raises:
-            PoolClosed, DeviceLost, ForkedPool: the pool has ended.
+            PoolClosed, DeviceLost, ForkedPool: The pool has ended.
         """
         with self.lock:
             self.check()
             grant, holder = lease.grant, lease.grant.holder
             granted = self.scheduler.drained(self._time(), grant)
-            grant.holder = holder  # the request of `end_idle` is its, too
+            grant.holder = holder  # the request of `end_idle` has the same holder
             lease.executor.is_leased = False
             lease.give_way()
         self.notify_granted(granted)
 
     async def end_idle(self, lease: Lease) -> None:
-        """Ask for what the lease had, and wait until it is granted. Raises as `wait_to_go_on`."""
+        """Request the earlier size again, and wait for the grant. Raises as `wait_to_go_on`."""
         request = lease.grant.request
         try:
             with self.lock:
@@ -481,14 +481,14 @@ class LeaseManager:
         await self.wait_to_go_on(lease, request)
 
     async def wait_to_go_on(self, lease: Lease, request: Request) -> None:
-        """Wait until a lease that gave way at a checkpoint is granted SMs again.
+        """Wait until a lease that gave way at a checkpoint gets SMs again.
 
-        A cancellation, or what is raised, ends the lease: it has no SMs.
+        A cancellation or an error ends the lease, because it has no SMs.
 
         Raises:
-            PartitionClosed: it was ended meanwhile.
-            TooManySMs: it can never be granted again, because the classes have changed.
-            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
+            PartitionClosed: The lease was ended meanwhile.
+            TooManySMs: The classes have changed, and it can never be granted again.
+            PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
         """
         executor, waiter = lease.executor, request.owner
         assert isinstance(waiter, GrantWaiter)
@@ -499,7 +499,7 @@ class LeaseManager:
                 lease.check_waiting()
                 (grant,), request.grants = request.grants, ()
                 lease.go_on(grant, self._take_executor_locked(grant))
-        except GeneratorExit:  # the collector ended the task: no lock may be taken here
+        except GeneratorExit:  # from garbage collection, where no lock may be taken
             self._abandoned.append(request)
             raise
         except BaseException:
@@ -511,11 +511,11 @@ class LeaseManager:
         lease.move_bound_launches(executor)
 
     def reconfigure(self, services: Sequence[ServiceClass] | None, policy: Policy | None) -> None:
-        """Change the classes, or the policy.
+        """Change the classes or the policy.
 
         Raises:
-            PoolClosed, DeviceLost, ForkedPool: nothing is granted any more.
-            InvalidRequest: the reserves of the classes do not fit; nothing has changed.
+            PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
+            InvalidRequest: The reserves of the classes do not fit; nothing has changed.
         """
         self.refuse_in_decision()
         with self.lock:
@@ -533,7 +533,7 @@ class LeaseManager:
         self.notify_granted(granted)
 
     def observe(self, service: str, latency: float, count: int) -> None:
-        """Tell the scheduler a latency of a class."""
+        """Report a latency of a class to the scheduler."""
         self.refuse_in_decision()
         with self.lock:
             self.check()
@@ -541,10 +541,9 @@ class LeaseManager:
         self.notify_granted(granted)
 
     def statistics(self) -> PoolStatistics:
-        """Return what the pool has and did, at one moment.
+        """Return figures of what the pool holds and has done, all from one moment.
 
-        What closed loops held is taken over first. Inside a decision, statistics are those of the
-        moment, and nothing is changed.
+        First takes over what closed loops held. Inside a decision it changes nothing.
         """
         if not self.in_decision:
             self.take_over_closed_loops()
@@ -554,20 +553,20 @@ class LeaseManager:
             return self.statistics_locked()
 
     def statistics_locked(self) -> PoolStatistics:
-        """Return the statistics, in a read of `reads`."""
+        """Return the statistics. For use inside a read of `reads`."""
         wake = None if self._wake is None else durations(self._wake)
         leases, now = len(self.leases), self._time()
         return collect_statistics(self.state, self.device_pools, leases, self.scheduler, now, wake)
 
     def held(self) -> list[LeaseInfo]:
-        """Return the leases that hold SMs, the oldest first. See `Pool.leases`."""
+        """Return the leases that hold SMs, oldest first. See `Pool.leases`."""
         with self.reads.read() as may_change:
             if may_change:
                 self.scheduler.reclaim(self._time())
             return self.held_locked()
 
     def held_locked(self) -> list[LeaseInfo]:
-        """Return the leases that hold SMs, in a read of `reads`."""
+        """Return the leases that hold SMs. For use inside a read of `reads`."""
         infos = [self._info(lease) for lease in self.leases if not lease.grant.over]
         return sorted(infos, key=lambda info: info.since)
 
@@ -593,9 +592,9 @@ class LeaseManager:
     # -- records ---------------------------------------------------------------------------------
 
     def watched_locked(self) -> list[Record]:
-        """Record from now on. Return records of what is held.
+        """Record from now on. Return a record for each lease that exists.
 
-        No lease is cached meanwhile: each is decided on, and recorded.
+        While records are made, no lease is cached, so that each lease has a decision and a record.
         """
         self.scheduler.reclaim(self._time())
         self.cache.set_open_locked(False)
@@ -612,10 +611,11 @@ class LeaseManager:
         self.records.forget()
         self.cache.set_open_locked(self.state is OPEN)
 
-    # -- giving back -----------------------------------------------------------------------------
+    # -- ending leases
+    # -------------------------------------------------------------------------------
 
     def lease_draining(self, lease: Lease) -> None:
-        """Tell the scheduler that a lease has ended before its work."""
+        """Tell the scheduler that a lease has ended before its work is done."""
         grant, now = lease.grant, self._time()
         with self.lock:
             lease.holder, lease.draining_since = holder_name(grant.holder), now
@@ -629,8 +629,8 @@ class LeaseManager:
             return
         with self.lock:
             self.leases.discard(lease)
-            lease.executor.hang = None  # what hung has ended
-            if lease.grant.over:  # it gave way at a checkpoint, and has no cells
+            lease.executor.hang = None  # its hanging work has ended
+            if lease.grant.over:  # it gave way at a checkpoint, so it has no cells
                 refuse(lease.grant.request, PartitionClosed("this partition"))
                 granted = self.cancel_locked(lease.grant.request)
             else:
@@ -640,19 +640,19 @@ class LeaseManager:
         self._cancel_abandoned()
 
     def _close_cached_locked(self) -> None:
-        """Close the cached leases, whose cells the scheduler reclaims."""
+        """Close cached leases whose cells the scheduler has reclaimed."""
         for lease in self.cache.clear_locked():
             lease.reclaimed()
             lease.executor.is_leased = False
             self.leases.discard(lease)
 
     def notify_granted(self, granted: list[Request]) -> None:
-        """Wake the tasks of granted and rejected requests. Not under the lock.
+        """Wake the tasks of granted and rejected requests. Not for use under the lock.
 
-        What was granted to a task of a closed loop goes to others. What the user's policies and
-        curves raised in the decision is logged here, and their interrupts are raised.
+        Grants to tasks of a closed loop go to other requests. Exceptions of the user's policies and
+        curves in the decision are logged here, and their interrupts are raised.
         """
-        for request in granted:  # grows meanwhile
+        for request in granted:  # which may grow in the loop
             if not notify(request):
                 with self.lock:
                     granted += self.cancel_locked(request)
@@ -660,7 +660,7 @@ class LeaseManager:
             self.recorder.flush()
         rejected = self.scheduler.rejected
         while rejected:
-            with suppress(IndexError):  # another thread was first
+            with suppress(IndexError):  # another thread took the last one
                 self._refuse_queued(*rejected.pop())
         if self.scheduler.missing_executors:
             self.builder.make_missing()
@@ -670,14 +670,14 @@ class LeaseManager:
             user_code.report()
 
     def _refuse_queued(self, request: Request, error: Exception) -> None:
-        """Refuse a request that left the queue."""
+        """Refuse a request that has left the queue."""
         self.records.refused_in_queue(request, error)
         refuse(request, error)
 
     def _on_queue_tick(self) -> float:
-        """Expire queued requests, and look for closed loops, while requests are queued.
+        """While requests are queued, expire them, and look for closed loops.
 
-        Returns the seconds until it is to be called again.
+        Returns the seconds until the next call.
         """
         self._take_over_closed_loops(self.current_poller())
         self._cancel_abandoned()
@@ -695,9 +695,9 @@ class LeaseManager:
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
 
     def _look_for_closed_loops(self, poller: CompletionPoller) -> None:
-        """Take over what closed loops left, every `TICK_S` at most.
+        """Take over what closed loops left, at most once every `TICK_S`.
 
-        No tick does while no request is queued, and small or elastic ones need not queue.
+        No tick does it while the queue is empty, and small or elastic requests may never queue.
         """
         now = self._time()
         if now >= self._look_due:
@@ -705,7 +705,7 @@ class LeaseManager:
             self._take_over_closed_loops(poller)
 
     def take_over_closed_loops(self) -> None:
-        """Take over what closed loops left: by this thread's loop, or else soon by another."""
+        """Have this thread's loop, or soon another loop, take over what closed loops left."""
         if self.works and self.pollers.has_closed:
             try:
                 self._take_over_closed_loops(self.current_poller())
@@ -713,7 +713,7 @@ class LeaseManager:
                 self.pollers.call_one(self._take_over_closed_loops)
 
     def _take_over_closed_loops(self, poller: CompletionPoller) -> None:
-        """Cancel the requests of closed loops, and end their leases, with this loop's poller."""
+        """Cancel the requests of closed loops, and drain their leases on this loop's poller."""
         granted: list[Request] = []
         with self.lock:
             if not self.pollers.remove_closed_locked():
@@ -732,7 +732,7 @@ class LeaseManager:
     # -- state -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what keeps granted leases from working: closed, lost, forked."""
+        """Raise if granted leases cannot be used: the pool is closed, lost or forked."""
         if not self.works:
             raise self.refusal()
 
@@ -743,16 +743,16 @@ class LeaseManager:
 
     @property
     def is_used(self) -> bool:
-        """Whether a request is queued, or a lease is open or draining. Without the lock."""
+        """Whether a request is queued, or a lease is open or draining. Takes no lock."""
         return self.scheduler.waiting > 0 or len(self.leases) > len(self.cache)
 
     @property
     def failure(self) -> BaseException | None:
-        """The first device fault, if there was one."""
+        """The first device fault, or None."""
         return first_fault(self.device_pools)
 
     def refusal(self) -> GreenschedError:
-        """Return the error that says why nothing is granted."""
+        """Return an error that says why the pool grants nothing."""
         if (failure := self.failure) is not None:
             return DeviceLost(failure)
         if self.state is FORKED:
@@ -760,7 +760,7 @@ class LeaseManager:
         return PoolClosed("this pool", self.state.value)
 
     def forked(self, lock: threading.RLock) -> None:
-        """Refuse everything in a forked child; take no lock that a thread of the parent holds."""
+        """Refuse everything in a forked child, without a lock that the parent may have held."""
         self.lock = lock
         self.reads = DecisionReads(lock)
         self.cache.forked(lock)
@@ -773,7 +773,7 @@ class LeaseManager:
     # -- closing ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Grant nothing more, and refuse what is queued."""
+        """Grant nothing more, and refuse queued requests."""
         with self.lock:
             if self.state is OPEN:
                 self.stop_granting_locked(lambda: PoolClosed("this pool", "closing"))
@@ -782,10 +782,10 @@ class LeaseManager:
         self.refuse_closed()
 
     def stop_granting_locked(self, error: Callable[[], Exception]) -> None:
-        """Reclaim what is cached and empty the queue; `refuse_closed` follows.
+        """Reclaim cached leases and empty the queue. The caller then calls `refuse_closed`.
 
         Args:
-            error: makes the error of a request that waited.
+            error: Makes the error of a request that waited.
         """
         if not self.device_pools:
             return
@@ -795,14 +795,14 @@ class LeaseManager:
         self._refusing.append((self.scheduler.close(), error))
 
     def refuse_closed(self) -> None:
-        """Refuse what waited when the queue was closed, `AT_ONCE` in each turn of a loop."""
+        """Refuse the requests of a closed queue, `AT_ONCE` in each turn of a loop."""
         while self._refuse_some() and not self.pollers.call_one(lambda _: self.refuse_closed()):
-            pass  # no loop is left that has turns
+            pass  # no open loop is left
         if not self._refusing and self._idle_waiters:
             self._wake_idle_waiters()
 
     def _refuse_some(self) -> bool:
-        """Refuse at most `AT_ONCE` requests; return whether some are left."""
+        """Refuse at most `AT_ONCE` requests; return whether more are left."""
         refused: list[tuple[Request, Exception]] = []
         with self.lock:
             while self._refusing and len(refused) < AT_ONCE:
@@ -820,12 +820,12 @@ class LeaseManager:
         return bool(self._refusing)
 
     async def wait_until_idle(self, grace: float) -> None:
-        """Wait until no lease is granted, open or draining, and what waited for one is refused.
+        """Wait until no lease is open or draining, and all queued requests are refused.
 
-        Or until the grace has passed.
+        Returns earlier if the grace has passed.
         """
         poller = self.current_poller()
-        poller.request_queued()  # so that it ticks: a loop with leases may close meanwhile
+        poller.request_queued()  # so that it ticks, because a loop with leases may close meanwhile
         try:
             with anyio.move_on_after(grace):
                 while (waiter := self._create_idle_waiter(poller)) is not None:
@@ -834,7 +834,7 @@ class LeaseManager:
             poller.waiting -= 1
 
     def _create_idle_waiter(self, poller: CompletionPoller) -> Waiter | None:
-        """Make a waiter that is woken once every cell is free; None if they are, or never will."""
+        """Make a waiter that is woken once every cell is free; None if no wait is needed."""
         with self.lock:
             is_done = self.scheduler.is_idle and not self._refusing
             if is_done or self.state is not PoolState.CLOSING:
@@ -850,12 +850,12 @@ class LeaseManager:
             loop.wake_threadsafe(waiter)
 
     def close(self) -> list[str]:
-        """Close every device that has no work; return what was left. Blocks.
+        """Close every device without work; return what was left. Blocks.
 
-        On the builder thread, or beside it where it is held up.
+        Runs on the builder thread, or on another one if the builder is held up.
         """
         with self.lock:
-            if self.failure is not None:  # no more CUDA calls: the process is to be replaced
+            if self.failure is not None:  # make no CUDA call: the process must be replaced
                 for device_pool in self.device_pools:
                     device_pool.forget()
                 return [repr(device_pool.device) for device_pool in self.device_pools]
@@ -872,7 +872,7 @@ class LeaseManager:
         return abandoned
 
     def _end_waits(self) -> None:
-        """Wake every task that waits for work that was left behind: it raises PoolClosed."""
+        """Wake all tasks that wait for work left behind. They raise PoolClosed."""
         self._wake_idle_waiters()
         self.builder.end_waits()
         with self.lock:

@@ -9,7 +9,7 @@ from greensched.scheduling.services import ServiceClass
 
 
 def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass]) -> None:
-    """Set the memory quota of each class; a class without one is counted only if it had one."""
+    """Set the memory quota of each class. A class that had one is still counted without one."""
     for service in services:
         if service.name in known:
             known[service.name].most = service.memory_bytes

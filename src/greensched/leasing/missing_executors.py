@@ -1,4 +1,4 @@
-"""The executors that requests wait for, which the builder thread makes."""
+"""Executors that requests wait for. The builder thread makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from greensched.scheduling.scheduler import Scheduler
 
 
 class BuilderHost(Protocol):
-    """What the builder needs of the manager."""
+    """What the builder needs from the manager."""
 
     lock: RLock
     scheduler: Scheduler
@@ -39,28 +39,28 @@ class BuilderHost(Protocol):
 
 
 class MissingExecutors:
-    """Has the executors made that the scheduler misses, each once.
+    """Has each missing executor made, once.
 
     Args:
-        host: the manager.
-        thread: of the pool; opening and closing happen on it, too.
+        host: The manager.
+        thread: The pool's builder thread, on which opening and closing happen, too.
     """
 
     def __init__(self, host: BuilderHost, thread: WorkerThread) -> None:
         self.thread = thread
         self._host = host
-        #: (device index, cells) of executors that the thread is to make.
+        #: The (device index, cells) of executors that the thread must make.
         self._queued: set[tuple[int, int]] = set()
-        #: What tasks wait for in `make`.
+        #: The tasks' waits in `make`.
         self._makings: set[BackgroundTask[Exception | None]] = set()
-        #: The device on which it makes one right now.
+        #: The device on which an executor is being made now.
         self.active: DevicePool | None = None
 
     def make_missing(self) -> None:
-        """Have the thread make what the scheduler misses. Never blocks."""
+        """Have the thread make the executors that the scheduler misses. Never blocks."""
         host, missing = self._host, self._host.scheduler.missing_executors
         while missing:
-            with host.lock, suppress(KeyError):  # another thread was first
+            with host.lock, suppress(KeyError):  # another thread took the last one
                 key, _ = missing.popitem()
                 if key not in self._queued and host.state is PoolState.OPEN:
                     self._queued.add(key)
@@ -70,7 +70,7 @@ class MissingExecutors:
         """Wait until there is an executor over a set of cells, or the pool is not open.
 
         Raises:
-            CUDAError: the driver refused it.
+            CUDAError: The driver refused it.
         """
         host, making = self._host, BackgroundTask(partial(self._make, index, mask))
         with host.lock:
@@ -87,7 +87,7 @@ class MissingExecutors:
             raise failure
 
     def end_waits(self) -> None:
-        """Wake every task in `make`: the pool is closed, perhaps while the thread is held up."""
+        """Wake every task in `make`, because the pool is closed. The thread may be held up."""
         for making in tuple(self._makings):
             making.end_waits()
 
@@ -95,16 +95,16 @@ class MissingExecutors:
     def is_held_up(self) -> bool:
         """Whether an executor is being made, or will be, on a device that has work.
 
-        A driver may delay that until the work ends, and the work may never end. The device is then
-        left as it is, so closing the pool need not wait for the builder thread.
+        A driver may delay that until the work ends, which may never happen. The device is then
+        left as it is, so that closing the pool need not wait for the builder thread.
         """
         with self._host.lock:
             return any(self._host.device_pools[index].busy for index, _ in self._queued)
 
     def _make(self, index: int, mask: int) -> Exception | None:
-        """On the thread: make one, and wake the tasks that get it, or learn why they cannot.
+        """Make an executor, on the thread, and wake the tasks that wait for it.
 
-        Returns why it cannot be made, too.
+        If it cannot be made, returns the reason, which the tasks also get.
         """
         host, device_pool = self._host, self._host.device_pools[index]
         with host.lock:
@@ -115,14 +115,14 @@ class MissingExecutors:
         failure: Exception | None = None
         try:
             executor = device_pool.executors.get(mask) or device_pool.builder.make(mask)
-        except Exception as error:  # any error: a task waits, and raises it
+        except Exception as error:  # any error, because a waiting task raises it
             failure = error
         evicted: list[Executor] = []
         refused: list[Request] = []
         with host.lock:
             self.active = None
             self._queued.discard((index, mask))
-            if host.state is PoolState.CLOSED:  # the devices were left as they are
+            if host.state is PoolState.CLOSED:  # the devices were left as they were
                 if executor is not None:
                     executor.abandon()
                 return failure
@@ -144,7 +144,7 @@ class MissingExecutors:
         return failure
 
     def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
-        """Let an executor be granted; return the executors to close for it."""
+        """Make an executor available; return the executors to close in exchange."""
         scheduler, device_pool = self._host.scheduler, self._host.device_pools[index]
         ready, mask = scheduler.ready_masks[index], executor.mask
         device_pool.add(executor)

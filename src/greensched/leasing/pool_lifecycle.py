@@ -1,7 +1,7 @@
-"""Opening and closing a pool: the one place that starts it and the one place that ends it.
+"""Opening and closing a pool: all of it is here.
 
-A pool is NEW, then OPENING, OPEN, CLOSING and CLOSED; POISONED after a device fault; FORKED in a
-forked child. Everything that blocks happens on one thread, the builder.
+A pool is NEW, then OPENING, OPEN, CLOSING and CLOSED; or POISONED after a device fault, or FORKED
+in a forked child. Everything that blocks happens on one thread, the builder.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ logger = logging.getLogger("greensched")
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """What a pool opens, and how: the checked arguments of `Pool`.
+    """The checked arguments of `Pool`.
 
     Attributes:
-        max_extra: executors of shapes that are not prebuilt, kept for each device at most.
+        max_extra: The most executors kept for each device that were not made in advance.
     """
 
     driver: str | Driver | None
@@ -61,7 +61,7 @@ class PoolOptions:
 
 
 class PoolServer(Protocol):
-    """What answers questions about a pool while it is open; none of its methods waits for long."""
+    """Answers questions about a pool while it is open. No method waits for long."""
 
     def start(self) -> None: ...
 
@@ -73,53 +73,54 @@ class PoolServer(Protocol):
 class PoolLifecycle:
     """Opens one pool, and closes it once.
 
-    While there is a manager, that has the state: a device fault changes it, too.
+    While there is a manager, it has the state, because a device fault changes the state, too.
     """
 
     def __init__(self, options: PoolOptions) -> None:
         self.options = options
-        #: Also the manager's lock. Re-entrant: a policy of the user's may read statistics under it.
+        #: Also the manager's lock. Re-entrant, because the user's policy may read statistics under
+        #: it.
         self.lock = threading.RLock()
         notes_places = has_limits(options.hang_after, options.services) or sys.flags.dev_mode
         self.cache = (PlacingLeaseCache if notes_places else LeaseCache)(self.lock)
         self.recorder = Recorder()
         #: Started before the devices are opened, and closed after them.
         self.server: PoolServer | None = None
-        #: Leases are timed once the pool is open.
+        #: Whether leases are timed once the pool is open.
         self.is_timed = False
-        #: Why the last opening failed, until one succeeds.
+        #: Why the last opening failed. A successful one clears it.
         self.opening_error: BaseException | None = None
         self._manager: LeaseManager | None = None
-        #: The manager once it grants: one attribute for the hot paths.
+        #: The manager while it grants, as one attribute for the hot paths.
         self.granting: LeaseManager | None = None
         self._opening: BackgroundTask[None] | None = None
         self._closing: BackgroundTask[CloseReport] | None = None
-        #: The devices are being closed, or will be as soon as the builder gets to it.
+        #: Whether the devices are being closed, or will be once the builder is free.
         self._is_ending = False
         process.on_fork(self)
 
     @property
     def state(self) -> PoolState:
-        """The state of the pool now."""
+        """The current state of the pool."""
         if self._manager is not None:
             return self._manager.state
         return PoolState.NEW if self._closing is None else PoolState.CLOSED
 
     @property
     def failure(self) -> BaseException | None:
-        """The device fault that ended the pool, if one did."""
+        """The device fault that ended the pool, or None."""
         return None if self._manager is None else self._manager.failure
 
     @property
     def device_pools(self) -> tuple[DevicePool, ...]:
-        """The devices, in the order of the options; none before the pool is open."""
+        """The devices, in the order of the options; empty before the pool is open."""
         return () if self._manager is None else self._manager.device_pools
 
     def manager(self) -> LeaseManager:
         """Return the manager of the leases.
 
         Raises:
-            PoolClosed: the pool is not open yet, or was closed before it was.
+            PoolClosed: The pool is not open yet, or was closed before it opened.
         """
         manager = self._manager
         if manager is None or not manager.device_pools:
@@ -128,7 +129,7 @@ class PoolLifecycle:
         return manager
 
     def refuse_in_decision(self) -> None:
-        """Raise InvalidRequest where this thread is in a policy or a curve, inside a decision."""
+        """Raise InvalidRequest on a thread that runs a policy or a curve in a decision."""
         if self._manager is not None:
             self._manager.refuse_in_decision()
 
@@ -154,19 +155,19 @@ class PoolLifecycle:
                     self.options.exit_policy,
                 )
                 opening = BackgroundTask(lambda: self._build(manager))
-                builder.submit(opening.run)  # raises RuntimeError where no thread can be started
+                builder.submit(opening.run)  # raises RuntimeError if no thread can be started
                 self._manager, self._opening = manager, opening
             opening = self._opening
         try:
             await opening.wait()
         except DriverUnavailable as error:
-            # The message says what to install; the frames of the builder say nothing more.
+            # The message says what to install; the builder's frames add nothing.
             raise error.with_traceback(None) from None
 
     def _build(self, manager: LeaseManager) -> None:
-        """Do everything of the opening that blocks; a failed opening leaves nothing open.
+        """Do all of the opening that blocks. A failure leaves nothing open.
 
-        On the builder.
+        Runs on the builder thread.
         """
         options, driver = self.options, manager.driver
         device_pools: list[DevicePool] = []
@@ -211,7 +212,7 @@ class PoolLifecycle:
             process.release_devices(driver, claimed)
             if self.server is not None:
                 self.server.close()
-            with self.lock:  # the next open() starts anew
+            with self.lock:  # so that the next open() starts anew
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
             first = self.opening_error = first_error(error)
@@ -249,10 +250,10 @@ class PoolLifecycle:
     # -- closing ---------------------------------------------------------------------------------
 
     async def close(self, grace: float) -> CloseReport:
-        """Stop granting, wait for the leases within a grace, then end all. See `Pool.aclose`."""
+        """Stop granting, wait for leases within the grace, then close. See `Pool.aclose`."""
         if self.state is PoolState.FORKED:
             return CloseReport()
-        closing = self._begin_closing()  # first: from here on no thread can open the pool
+        closing = self._begin_closing()  # first, so that no thread can open the pool any more
         manager = self._manager
         try:
             if manager is not None:
@@ -266,7 +267,7 @@ class PoolLifecycle:
     def abort(self) -> None:
         """Have a thread close the pool, without a grace. Takes no lock and never waits.
 
-        For a block that the collector ends: it may interrupt a thread that holds the lock.
+        For garbage collection, which may interrupt a thread that holds the lock.
         """
         manager = self._manager
         if manager is None or self._is_ending:
@@ -280,10 +281,10 @@ class PoolLifecycle:
         manager.builder.thread.submit(close)
 
     def pool_collected(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Have a thread close a pool that was never closed and that nothing uses any more.
+        """Have a thread close a pool that was collected unclosed and is unused.
 
-        Takes no lock and never waits, as a destructor calls it. Leases and queued requests keep the
-        pool as it is: their tasks may go on.
+        Takes no lock and never waits, because a destructor calls it. If there are leases or queued
+        requests, the pool stays, because their tasks may continue.
         """
         manager = self._manager
         if is_finalizing() or manager is None or manager.state is not PoolState.OPEN:
@@ -301,9 +302,9 @@ class PoolLifecycle:
     def _finish_closing(
         self, manager: LeaseManager | None, closing: BackgroundTask[CloseReport]
     ) -> None:
-        """Have the builder end everything; the first caller whose grace is over does.
+        """Have the builder close everything. The first caller whose grace has passed does this.
 
-        The manager is the caller's: an opening that fails meanwhile resets the attribute.
+        The manager is an argument because a failing opening may reset the attribute.
         """
         with self.lock:
             if self._is_ending:
@@ -317,13 +318,13 @@ class PoolLifecycle:
             closer = WorkerThread(manager.driver, "greensched closer")
         try:
             closer.submit(closing.run)
-        except RuntimeError:  # no thread can be started: the builder does it when it gets to it
+        except RuntimeError:  # no thread can be started: the builder does it once it is free
             builder.submit(closing.run)
         for thread in (closer, builder):
-            thread.dismiss()  # once that is done
+            thread.dismiss()  # ends the thread after that
 
     def _end(self) -> CloseReport:
-        """Close every device. On the builder, or beside it where that is held up."""
+        """Close every device. Runs on the builder, or beside it if the builder is held up."""
         manager = self._manager
         if manager is None:
             return CloseReport()
@@ -340,8 +341,8 @@ class PoolLifecycle:
         return CloseReport(tuple(abandoned))
 
     def forked(self) -> None:
-        """In a forked child: use new locks, and refuse everything. See `process`."""
-        self.lock = threading.RLock()  # a thread that the child does not have may hold the old one
+        """Use new locks and refuse everything, in a forked child. See `process`."""
+        self.lock = threading.RLock()  # a thread that does not exist here may hold the old one
         self.recorder.forked()
         if self.server is not None:
             self.server.forked()

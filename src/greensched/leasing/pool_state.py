@@ -1,4 +1,4 @@
-"""The states of a pool, from its making to the report of its end."""
+"""The states of a pool, and the report of its end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class PoolState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """How a pool ended: `abandoned` names what was leased or had work after the grace."""
+    """How a pool ended. `abandoned` names leases and work that were left after the grace."""
 
     abandoned: tuple[str, ...] = ()

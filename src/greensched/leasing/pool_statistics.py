@@ -1,4 +1,4 @@
-"""The statistics of a pool: what it has and did, at one moment."""
+"""The statistics of a pool: what it holds and has done, at one moment."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatist
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics(SchedulerStatistics):
-    """What a pool has and did: SMs over all devices, counts since it was opened.
+    """What a pool holds and has done: SMs of all devices, and counts since it was opened.
 
     Attributes:
-        waiting, requested, granted, cancelled, expired, refused: requests.
-        sms_leased, sms_draining: of the `sms_total`.
-        sms_free: the SMs that one request can get now, summed over the devices: fewer than the
-            rest where free SMs do not fit into one partition.
-        values_made: values of `p.local`, and executable graphs of `p.capture`, that were made in a
-            lease: what `prepare_local` made before traffic does not count.
+        waiting, requested, granted, cancelled, expired, refused: Numbers of requests.
+        sms_leased, sms_draining: How many of the `sms_total` SMs are leased or draining.
+        sms_free: The SMs that one request can get now, summed over the devices. This excludes
+            free SMs that do not fit into one partition with others.
+        values_made: How many values of `p.local` and executable graphs of `p.capture` leases
+            made. Values that `prepare_local` made before traffic do not count.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
-        degraded: what the pool does without because a driver refused it at `open`: a sentence each.
-        services: the statistics of each class; "": of requests that name none.
-        wake: how long after its grant a queued request's task went on: what a slow event loop
-            costs. None unless `Pool.time_leases` was called: counted since.
-        executors_hung: executors with work that hangs now, whose SMs are not granted (`Pool.hung`).
+        degraded: One sentence for each feature that a driver refused at `open`.
+        services: The statistics of each class; "" is for requests without a class.
+        wake: Times from a queued request's grant until its task resumed; a slow event loop makes
+            them long. None before `Pool.time_leases` is called.
+        executors_hung: Executors with hanging work, whose SMs are not granted (`Pool.hung`).
     """
 
     state: PoolState
@@ -46,7 +46,7 @@ class PoolStatistics(SchedulerStatistics):
     executors_hung: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as values that `json.dumps` takes."""
+        """Return the statistics as values for `json.dumps`."""
         return {**asdict(self), "state": self.state.value}
 
 
@@ -58,7 +58,7 @@ def collect_statistics(
     now: float,
     wake: Durations | None,
 ) -> PoolStatistics:
-    """Collect what a pool has and did, at one moment; the caller holds the manager's lock."""
+    """Collect the statistics of one moment. The caller holds the manager's lock."""
     executors = [executor for each in device_pools for executor in each.executors.values()]
     return PoolStatistics(
         state=state,
@@ -83,13 +83,13 @@ class LeaseInfo:
     """A lease that holds SMs; see `Pool.leases`.
 
     Attributes:
-        holder: the name of its task or thread.
-        service: its class; "": none.
-        device: the ordinal.
-        sms: how many, in so many `cells`, a bit mask.
-        since: when it was granted, in seconds as of `Record.time`.
-        draining_since: when its block was left, while its work still runs; None: it was not.
-        place: where the code took it, known of leases of a range of sizes; "": not known.
+        holder: The name of its task or thread.
+        service: Its class, or "".
+        device: The ordinal of its device.
+        sms: The number of its SMs; `cells` is their bit mask.
+        since: When it was granted, in seconds as in `Record.time`.
+        draining_since: When its block was left, if its work still runs; otherwise None.
+        place: Where the code took it, if known, as for a range of sizes; otherwise "".
     """
 
     holder: str

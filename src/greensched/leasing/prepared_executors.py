@@ -1,4 +1,4 @@
-"""The executors that a class can meet, and what users keep with them, made before traffic."""
+"""The executors that a class uses, and values that are made on them before traffic."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from greensched.scheduling.cells import SizeRange
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """An executor that leases of a class meet.
+    """An executor that leases of a class use.
 
     Attributes:
-        device_id: the ordinal of its device.
-        sm_count: the SMs it has.
-        cells: which cells of the device these are, as a bit mask.
+        device_id: The ordinal of the device.
+        sm_count: The number of SMs.
+        cells: The cells of the device, as a bit mask.
     """
 
     device_id: int
@@ -64,7 +64,7 @@ async def prepare_local(
         values.is_prepared = True
         try:
             async with Partition(lifecycle, request, lease) as p:
-                p.local(factory)  # leaving the block waits, and raises its failure
+                p.local(factory)  # leaving the block waits for it, and raises its failure
         finally:
             values.is_prepared = False
         if progress is not None:

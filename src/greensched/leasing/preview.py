@@ -1,4 +1,4 @@
-"""What a request would get of each device if it were free, and what is impossible and why."""
+"""What a request would get on each idle device, and why impossible requests are impossible."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from greensched.typing import REST, Size
 
 @dataclass(frozen=True, slots=True)
 class SplitPreview:
-    """What a request for several partitions would get of a free device, or why it can get nothing.
+    """What a request for several partitions would get on an idle device, or why it gets nothing.
 
     Attributes:
-        device: its ordinal.
-        name: its name.
-        sms: SMs it has.
-        granted: SMs of each part, in their order; empty if it is impossible here.
-        left: SMs that are in no part.
-        why: why it is impossible; "" if it is possible.
-        nearest: if it is impossible, the nearest that is possible: SMs of each part, and fewer
-            parts where not as many fit.
+        device: The device's ordinal.
+        name: The device's name.
+        sms: The device's SMs.
+        granted: The SMs of each part, in order; empty if the request is impossible here.
+        left: SMs that belong to no part.
+        why: Why it is impossible, or "".
+        nearest: If it is impossible, the nearest possible request: the SMs of each part, and
+            fewer parts if not all of them fit.
     """
 
     device: int
@@ -48,10 +48,10 @@ class SplitPreview:
 
 
 def preview(device: Device, cells: DeviceCells, sizes: tuple[Size, ...]) -> SplitPreview:
-    """Preview a request for several partitions on a device that is split like this. Pure.
+    """Preview a request for several partitions on a device with this split. Pure.
 
     Raises:
-        InvalidSize, InvalidRequest: what can never be right, on no device.
+        InvalidSize, InvalidRequest: The sizes are invalid on any device.
     """
     parts = parse_sizes(sizes)
     granted = tuple(cells.sm_count(mask) for mask in cells.fit_all(cells.full_mask, parts))
@@ -75,8 +75,8 @@ def preview_devices(
     Opens and splits each device as a pool would, makes no executor, and closes it again. Blocks.
 
     Raises:
-        DriverUnavailable, NotSupported: no pool can be opened here; says what it takes.
-        InvalidSize, InvalidRequest: as `preview`.
+        DriverUnavailable, NotSupported: No pool can be opened here; says what is needed.
+        InvalidSize, InvalidRequest: As for `preview`.
     """
     parse_sizes(sizes)
     machine = drivers.open(driver)

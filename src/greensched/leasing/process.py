@@ -1,12 +1,12 @@
-"""Facts of whole processes: one pool to a device, on this machine, and no pool in a forked child.
+"""Rules for whole processes: one pool per device on this machine, and none in a forked child.
 
-CUDA does not survive a fork, and a thread that the child does not have may hold a lock, so each
-pool is told in the child before anything else runs there.
+CUDA does not survive a fork, and a thread that does not exist in the child may hold a lock. So each
+pool is notified in the child before anything else runs there.
 
 Two processes' pools on one GPU would each lease all of its SMs, and the GPU would switch between
-them. So a pool locks a file named by the GPU's UUID. The kernel releases the lock when the process
-ends, however it does, and a forked child does not inherit it. It does not reach other users and
-other containers.
+them. So a pool locks a file that is named by the GPU's UUID. The kernel releases the lock when the
+process ends, in whatever way; a forked child does not inherit it. The lock has no effect on other
+users and other containers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger("greensched")
 
 
 class Forkable(Protocol):
-    """What is told about a fork: a pool's lifecycle."""
+    """An object that is notified of a fork: a pool's lifecycle."""
 
     def forked(self) -> None: ...
 
 
 _pools: weakref.WeakSet[Forkable] = weakref.WeakSet()
 _claimed: dict[tuple[int, int], Driver] = {}
-#: Claimed devices whose pool was collected and is being closed, and what waits for the end of that.
+#: Claimed devices of collected pools that are being closed. A claim waits for their end.
 _ending: set[tuple[int, int]] = set()
 _waiting: list[tuple[tuple[int, int], Mailbox[None]]] = []
 _lock = threading.Lock()
@@ -47,10 +47,10 @@ _files: dict[tuple[int, int], int] = {}
 
 
 def claim_device(driver: Driver, ordinal: int, uuid: str) -> None:
-    """Record that a pool uses a device. Blocks while a pool that was collected is closed.
+    """Record that a pool uses a device. Blocks while a collected pool on it is closed.
 
     Raises:
-        DeviceTaken: another pool uses it, of this process or of another one.
+        DeviceTaken: Another pool uses it, in this or another process.
     """
     key = id(driver), ordinal
     while True:
@@ -70,7 +70,7 @@ def claim_device(driver: Driver, ordinal: int, uuid: str) -> None:
 def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     """Lock a GPU for this process. Raises `DeviceTaken` if another process has it.
 
-    Where no file can be locked, it logs that and goes on.
+    If no file can be locked, log a warning and continue.
     """
     try:
         folder = own_folder(Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}"))
@@ -79,7 +79,7 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
         logger.warning("other processes' pools on GPU %s are not looked for: %s", uuid, error)
         return
     try:
-        # By process: `flock` would be shared with forked children, which may outlive this one.
+        # Locked per process: forked children, which may outlive this one, would share a `flock`.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         owner = os.read(file, 20)
@@ -91,20 +91,20 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Return a folder, made with mode 0700 if it is not there.
+    """Return a folder; create it with mode 0700 if it is missing.
 
     Raises:
-        OSError: it cannot be made, or it is another user's, or no folder.
+        OSError: It cannot be created, belongs to another user, or is not a folder.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-        raise OSError(f"{folder} is no folder of this user's own")
+        raise OSError(f"{folder} is not a folder that this user owns")
     return folder
 
 
 def end_claims(driver: Driver, ordinals: Sequence[int]) -> None:
-    """Record that devices will be released soon. Takes no lock, for destructors."""
+    """Record that devices will be released soon. Takes no lock, so destructors may call it."""
     _ending.update((id(driver), ordinal) for ordinal in ordinals)
 
 
@@ -123,7 +123,7 @@ def release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
 
 
 def on_fork(pool: Forkable) -> None:
-    """Call `forked` of a pool in each forked child."""
+    """Call a pool's `forked` in each forked child."""
     _pools.add(pool)
 
 

@@ -1,4 +1,4 @@
-"""What a caller asks a pool for: checked before it is queued; and the wait for its grant."""
+"""Requests to a pool: checked before they are queued; and tasks' waits for their grants."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from greensched.scheduling.requests import Duration, Request
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import Size
 
-#: Latencies reported at once, at most: counts of them are still exact as floats.
+#: The most latencies reported at once; their counts are still exact as floats.
 MAX_COUNT = 10**9
-#: Requests kept for reuse, at most: one for each size of each class, of which a service has few.
+#: The most requests kept for reuse, one for each size of each class. A service has few.
 MAX_REUSED = 1024
 
 
 class LeaseOptions(TypedDict, total=False):
-    """The options of `Pool.partition`, which describes them."""
+    """The options of `Pool.partition`, which documents them."""
 
     device: int | None
     service: str | None
@@ -35,18 +35,18 @@ class LeaseOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeaseRequest:
-    """What one partition, or one group of partitions, asks for.
+    """The request for one partition or one group of partitions.
 
     Attributes:
-        parts: the size ranges, all granted together on one device.
-        sizes: the same as the caller wrote them.
-        device: the ordinal of the only device allowed; None: any.
-        service: the name of its class; "": none.
-        deadline: seconds from the request until it expires.
-        duration: what the lease is expected to take.
-        near: the ordinal of the preferred device.
-        is_reused: whether this object stands for all requests for the same, one size of one class,
-            so that the lease cache may keep leases under it.
+        parts: The size ranges, all granted together on one device.
+        sizes: The sizes as the caller gave them.
+        device: The ordinal of the only device allowed. None: any.
+        service: The name of its class, or "".
+        deadline: Seconds from the request until it expires.
+        duration: The expected duration of the lease.
+        near: The ordinal of the preferred device.
+        is_reused: Whether this object stands for all requests for one size of one class, so that
+            the lease cache may use it as a key.
     """
 
     parts: tuple[SizeRange, ...]
@@ -63,22 +63,22 @@ class LeaseRequest:
 
 
 class RequestParser:
-    """Parses the arguments of `Pool.partition` and its relatives.
+    """Parses the arguments of `Pool.partition` and similar methods.
 
     Args:
-        services: the classes of the pool.
+        services: The classes of the pool.
     """
 
     def __init__(self, services: Sequence[ServiceClass]) -> None:
         self.services = services
-        #: Requests for one size, with a class or without: most requests are such.
+        #: Requests for one size, with or without a class, as most requests are.
         self._reused: dict[object, LeaseRequest] = {}
 
     def parse(self, sms: Size, options: LeaseOptions) -> LeaseRequest:
-        """Parse a request for one partition; the same one object for the same size and class.
+        """Parse a request for one partition. Equal size and class give the same object.
 
         Raises:
-            InvalidSize, InvalidRequest: what can never be right.
+            InvalidSize, InvalidRequest: A value can never be right.
         """
         key: object = sms
         if options:
@@ -106,7 +106,7 @@ class RequestParser:
         is_reused: bool = False,
         **unknown: object,
     ) -> LeaseRequest:
-        """Parse a request for several partitions. Raises as `parse`; TypeError: no such option."""
+        """Parse a request for several partitions. Raises as `parse`, or TypeError."""
         if unknown:
             raise TypeError(
                 f"a request has no option {next(iter(unknown))!r}: give device, service, deadline, "
@@ -135,7 +135,7 @@ class RequestParser:
         """Check the arguments of `Pool.observe`.
 
         Raises:
-            InvalidRequest: an unknown class, or a value that is not a latency or a count.
+            InvalidRequest: An unknown class, or a value that is not a latency or a count.
         """
         self._check_known(service)
         if not 0 <= as_float(latency) < math.inf:
@@ -148,10 +148,10 @@ class RequestParser:
     def _with_sizes_of(
         self, service: str, parts: tuple[SizeRange, ...], asked: tuple[Size, ...]
     ) -> tuple[SizeRange, ...]:
-        """Check that a request names sizes of its class, if that has any; ALL is the largest.
+        """Check that a request uses sizes of its class, if there are any. ALL is the largest.
 
         Raises:
-            InvalidRequest: it names others.
+            InvalidRequest: It uses other sizes.
         """
         known = next(one.sizes for one in self.services if one.name == service)
         if not known:
@@ -178,7 +178,7 @@ def checked_duration(duration: object) -> Duration | None:
     """Check an expected duration: seconds, or a curve.
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidRequest: It is neither.
     """
     if duration is None:
         return None
@@ -197,7 +197,7 @@ def checked_deadline(deadline: object) -> float | None:
     """Check a deadline: seconds from now.
 
     Raises:
-        InvalidRequest: it is not a positive number.
+        InvalidRequest: It is not a positive number.
     """
     if deadline is None:
         return None
@@ -208,10 +208,10 @@ def checked_deadline(deadline: object) -> float | None:
 
 
 def checked_kernels(prepare: object) -> tuple[Kernel, ...]:
-    """Check the kernels of `Pool(prepare=...)`; each is returned once.
+    """Check the kernels of `Pool(prepare=...)`; return each kernel once.
 
     Raises:
-        InvalidRequest: a value that is not a kernel.
+        InvalidRequest: A value is not a kernel.
     """
     given = as_tuple(prepare)
     if given is None or not all(isinstance(kernel, Kernel) for kernel in given):
@@ -223,14 +223,14 @@ def checked_kernels(prepare: object) -> tuple[Kernel, ...]:
 
 
 class GrantWaiter:
-    """One task's wait for its queued request. The request's `owner`.
+    """One task's wait for its queued request. It is the `owner` of the request.
 
     The thread that grants or refuses the request calls `notify` or `refuse`; the loop of the task
     wakes it.
 
     Args:
-        request: queued, and not known to other threads yet.
-        poller: of the running loop.
+        request: A queued request that no other thread knows yet.
+        poller: The poller of the running loop.
     """
 
     __slots__ = ("_poller", "_request", "error", "loop", "waiter")
@@ -245,7 +245,7 @@ class GrantWaiter:
         request.owner = self
 
     async def wait(self) -> None:
-        """Wait until the request is granted. Raise the reason if it is refused."""
+        """Wait until the request is granted. If it is refused, raise the reason."""
         self._poller.request_queued(self._request.deadline)
         try:
             await self.waiter
@@ -255,9 +255,9 @@ class GrantWaiter:
             raise self.error
 
     def close(self) -> None:
-        """Take the task off the request, which may stay in a queue for a while.
+        """Remove the reference from the request, which may stay in a queue for a while.
 
-        The request would keep the task alive, and what it returned.
+        Otherwise the request would keep the task and its return value alive.
         """
         self._request.owner = self._request.holder = None
 

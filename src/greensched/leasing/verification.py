@@ -1,4 +1,4 @@
-"""Prove on the device that partitions share no SM, with a kernel that records its `%smid`."""
+"""Prove on the device that partitions share no SM, by a kernel that records `%smid`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from greensched.leasing.partition import Partition
 from greensched.scheduling.cells import DeviceCells
 from greensched.typing import REST, Size
 
-#: Words of the bit mask of SMs: enough for 2048; the largest GPU so far has fewer than 200.
+#: Words of the bit mask of SMs, enough for 2048. The largest GPU so far has fewer than 200 SMs.
 WORDS = 64
-#: How long each block runs, so that the blocks spread over all SMs that they may use.
+#: How long each block runs, so that the blocks spread over all SMs of the partition.
 STAY_NS = 200_000
-#: Threads of a block, the most there can be: two blocks for each SM reach all SMs.
+#: Threads of a block, the most possible. Then two blocks for each SM reach all SMs.
 BLOCK_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The SM ids of each partition, as `(device, sets)` for each arrangement that was tried."""
+    """The SM ids of the partitions, as `(device, sets)` for each tested arrangement."""
 
     seen: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
     def __repr__(self) -> str:
-        """Say the proven sizes; `seen` has every SM."""
+        """Show the proven sizes; `seen` has every SM."""
         said = (f"device {d}: {'+'.join(str(len(sms)) for sms in sets)}" for d, sets in self.seen)
         return f"<Verification: SMs shared by none, {'; '.join(said)}>"
 
@@ -40,19 +40,19 @@ async def verify(
     partitions: Callable[..., AbstractAsyncContextManager[tuple[Partition, ...]]],
     cells: Mapping[int, DeviceCells],
 ) -> Verification:
-    """Run the proof on each device: in its smallest partitions, and in one beside all the rest.
+    """Run the proof on each device: with its smallest partitions, and with one beside the rest.
 
     Args:
-        partitions: `Pool.partitions`; the proof waits for every SM of a device at once.
-        cells: how each device is split, by ordinal.
+        partitions: `Pool.partitions`. The proof waits for every SM of a device at once.
+        cells: The split of each device, by ordinal.
 
     Raises:
-        VerificationFailed: two partitions shared an SM, or one was not seen on as many as it has.
+        VerificationFailed: Two partitions shared an SM, or a partition did not show all its SMs.
     """
     seen = []
     for device, split in cells.items():
         arrangements: list[tuple[Size, ...]] = [(split.size,) * split.count]
-        if split.total > split.size:  # else one cell is the whole device
+        if split.total > split.size:  # otherwise one cell is the whole device
             arrangements.append((split.size, REST))
         for sizes in arrangements:
             async with partitions(*sizes, device=device) as granted:
@@ -61,7 +61,7 @@ async def verify(
 
 
 async def _where(partitions: tuple[Partition, ...]) -> tuple[frozenset[int], ...]:
-    """Run the kernel in all partitions at once; return the checked SM ids that each saw."""
+    """Run the kernel in all partitions at once; return and check the SM ids of each."""
     with ExitStack() as block:
         nothing = np.zeros(WORDS, np.uint32)
         counters = [block.enter_context(await p.upload(nothing)) for p in partitions]

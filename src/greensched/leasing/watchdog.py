@@ -1,18 +1,16 @@
 """The watchdog: finds work that does not end, and quarantines its executor.
 
-A stream's tickets are reached in order, so the *turn* of its oldest outstanding work begins when
-the ticket before it is reached, or when it is submitted to an idle stream. While the stream waits
-for work of another stream, the turn has not come. After `hang_after` of a turn without a ticket,
+A stream reaches its tickets in order. So the *turn* of its oldest outstanding work begins when the
+previous ticket is reached, or when the work is submitted to an idle stream. While the stream waits
+for another stream's work, the turn has not come. If no ticket comes within `hang_after` of a turn,
 the work hangs: everything outstanding on its executor is given up (`TicketedStream.given_up`), and
-whatever waits for that raises `DeviceHung`. The lease still holds its cells until its work has
-ended, as any lease that drains, so they are granted to no other; if it ends, the executor is as
-before.
+its waiters get `DeviceHung`. The lease drains as usual: it holds its cells, so that they are not
+granted, until its work has ended. If the work does end, the executor works as before.
 
-A kernel that runs cannot be stopped, so no more can be done without ending the process: that is the
-exit policy. A callable of `Partition.run` is not judged while it runs, only the work it leaves.
-
-Each poller calls `Watchdog.look` after its polls, and at the time that it returns. Where no class
-and no pool has a limit, no poller does.
+A running kernel cannot be stopped, so nothing more can be done except to end the process: that is
+the exit policy. A callable of `Partition.run` is not judged while it runs, only work that it
+leaves. Each poller calls `Watchdog.look` after its polls, and at the time that `look` returns. If
+neither the pool nor a class has a limit, no poller calls it.
 """
 
 from __future__ import annotations
@@ -42,17 +40,17 @@ logger = logging.getLogger("greensched")
 
 #: What happens to the process when work hangs, or a device is lost.
 ExitPolicy = Literal["report", "terminate", "exit"]
-#: Of the process that exits. Source: sysexits.h, EX_IOERR; an actor of a fleet has the same.
+#: The exit status of the process. Source: sysexits.h, EX_IOERR. A fleet's actor uses the same.
 EXIT_STATUS: Final = 74
 #: Hardware queues of a device. Source: CUDA C++ Programming Guide, environment variables:
 #: CUDA_DEVICE_MAX_CONNECTIONS is 1 to 32, 8 by default.
 DEFAULT_QUEUES: Final = 8
-#: A timer may come early by the rounding of its time.
+#: A timer may come early by this rounding error.
 ROUNDING_S: Final = 1e-9
 
 
 class WatchedHost(Protocol):
-    """What the watchdog needs of the manager."""
+    """What the watchdog needs from the manager."""
 
     lock: RLock
     driver: Driver
@@ -64,10 +62,10 @@ class WatchedHost(Protocol):
 
 
 def checked_hang_after(hang_after: object) -> float | None:
-    """Check the limit of a pool.
+    """Check a pool's limit.
 
     Raises:
-        InvalidRequest: it is not a positive number.
+        InvalidRequest: It is not a positive number.
     """
     if hang_after is None or as_float(hang_after) > 0:
         return None if hang_after is None else as_float(hang_after)
@@ -85,7 +83,7 @@ def has_limits(hang_after: float | None, services: Iterable[ServiceClass]) -> bo
 
 
 def end_process(policy: ExitPolicy) -> None:
-    """End the process as the exit policy says."""
+    """End the process as its exit policy demands."""
     if policy == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
     elif policy == "exit":
@@ -94,7 +92,7 @@ def end_process(policy: ExitPolicy) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """The turn of the oldest outstanding work of a stream."""
+    """The turn of a stream's oldest outstanding work."""
 
     #: What the stream had written when the turn began.
     word: int
@@ -110,9 +108,9 @@ class Watchdog:
     """Finds work of one pool that does not end.
 
     Args:
-        host: the manager.
-        hang_after: seconds; None: no limit but those of the classes.
-        exit_policy: what happens to the process then.
+        host: The manager.
+        hang_after: The pool's limit in seconds. None: only classes have limits.
+        exit_policy: What happens to the process when work hangs.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Watchdog:
         self.is_on = False
 
     def set_services_locked(self, services: Sequence[ServiceClass]) -> None:
-        """Watch by the limits of these classes, from the next turns on."""
+        """Use the limits of these classes for turns from now on."""
         limits = [self._hang_after, *(one.hang_after for one in services)]
         self._shortest = min((limit for limit in limits if limit is not None), default=math.inf)
         self.is_on = has_limits(self._hang_after, services)
@@ -136,9 +134,9 @@ class Watchdog:
         self._host.recorder.set_names_jobs(self.is_on)
 
     def look(self, poller: CompletionPoller) -> float | None:
-        """Judge all outstanding work; return after how many seconds some may hang next.
+        """Judge all outstanding work; return in how many seconds some work may hang next.
 
-        On the thread of the poller's loop, behind its poll.
+        Runs on the thread of the poller's loop, after its poll.
         """
         now, turns = self._time(), self._turns
         for stream in tuple(poller.pending):
@@ -153,9 +151,9 @@ class Watchdog:
     # -- judging -----------------------------------------------------------------------------------
 
     def _judge(self, stream: TicketedStream, poller: CompletionPoller, now: float) -> float:
-        """Return when the work of a stream hangs, unless a ticket is reached before."""
+        """Return when a stream's work will hang if no ticket is reached before."""
         turn = self._turns.get(stream)
-        if turn is None:  # another loop's poller was first
+        if turn is None:  # another loop's poller has handled it
             return math.inf
         if stream.health.is_over or stream.reached(stream.submitted):
             self._turns.pop(stream, None)
@@ -191,21 +189,22 @@ class Watchdog:
         return math.inf if limit is None else limit
 
     def _lease_locked(self, stream: TicketedStream) -> Lease | None:
-        """Return the lease that has the stream's executor; a cached one has no work."""
+        """Return the lease that has the stream's executor. A cached lease has no work."""
         having = (one for one in self._host.leases if one.executor is stream.owner)
         return next((one for one in having if not one.grant.over), None)
 
-    # -- what hangs --------------------------------------------------------------------------------
+    # -- hanging work
+    # --------------------------------------------------------------------------------
 
     def _hangs(
         self, stream: TicketedStream, turn: _Turn, poller: CompletionPoller, now: float
     ) -> None:
-        """Give up the work of a stream's executor, and tell of it."""
+        """Give up the work of a stream's executor, and report it."""
         executor = stream.owner
         assert isinstance(executor, Executor)
         with self._host.lock:
             turn.hangs = True
-            if executor.hang is not None:  # another of its streams hangs already
+            if executor.hang is not None:  # its other stream hangs already
                 return
             lease = self._lease_locked(stream)
             executor.hang = error = self._error_locked(stream, turn, lease, now)
@@ -221,7 +220,7 @@ class Watchdog:
     def _ended(
         self, stream: TicketedStream, turn: _Turn, poller: CompletionPoller, now: float
     ) -> None:
-        """Use an executor again: what hung has ended."""
+        """Use an executor again, because its hanging work has ended."""
         executor = stream.owner
         if not turn.hangs or not isinstance(executor, Executor):
             return
@@ -240,7 +239,7 @@ class Watchdog:
             )
 
     def _give_up(self, executor: object) -> None:
-        """Give up all that was submitted to an executor so far."""
+        """Give up all work submitted to an executor so far."""
         assert isinstance(executor, Executor)
         for stream in executor.streams:
             stream.hang = executor.hang
@@ -283,10 +282,10 @@ class Watchdog:
         )
 
     def _beside_locked(self, executor: Executor, now: float) -> tuple[str, ...]:
-        """Describe the other executors of the device that have work, the longest at it first.
+        """Describe the device's other executors that have work, longest without progress first.
 
         Streams share the hardware queues of a device, and work behind a hung kernel in its queue
-        waits. Nothing tells which streams share one.
+        waits. The driver does not tell which streams share a queue.
         """
         ages: dict[Executor, float] = {}
         for stream, turn in self._turns.items():
@@ -299,12 +298,12 @@ class Watchdog:
 
 
 def _queues() -> int:
-    """Return how many hardware queues a device has for this process."""
+    """Return the number of a device's hardware queues for this process."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() else DEFAULT_QUEUES
 
 
 def _first_unreached(stream: TicketedStream) -> tuple[TicketedStream, int] | None:
-    """Return what a stream waits for on another one, if it does: first of all what hangs."""
+    """Return what a stream waits for on another stream, hanging work first, or None."""
     waits = [ahead for ahead in tuple(stream.behind) if not ahead[0].reached(ahead[1])]
     return next((one for one in waits if one[0].hangs(one[1])), waits[0] if waits else None)

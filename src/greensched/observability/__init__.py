@@ -1,1 +1,1 @@
-"""What an operator sees of a pool: snapshots, the socket of `greensched top`, and traces."""
+"""What an operator can see of a pool: snapshots, the socket of `greensched top`, and traces."""

@@ -1,4 +1,4 @@
-"""What held which SMs, and when: the records of a pool as spans of time."""
+"""Which leases held which SMs, and when: a pool's records as spans of time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from greensched.scheduling.cells import DeviceCells
 
 @dataclass(frozen=True, slots=True)
 class TracedDevice:
-    """A device of a pool, split into `cell_count` cells of `cell_sms` SMs, and one of the rest."""
+    """A device, split into `cell_count` cells of `cell_sms` SMs and a cell of the remainder."""
 
     ordinal: int
     name: str
@@ -39,11 +39,11 @@ class TracedDevice:
 
     @classmethod
     def of(cls, device: Device, cells: DeviceCells) -> Self:
-        """Describe a device, and the cells that it is split into."""
+        """Describe a device and its split into cells."""
         return cls(device.ordinal, device.name, device.uuid, cells.total, cells.count, cells.size)
 
     def sms_of(self, mask: int) -> list[tuple[int, int]]:
-        """Return the SMs of a set of cells, in the order of the cells: ranges (first, end)."""
+        """Return the SMs of a set of cells as ranges (first, end), in the order of the cells."""
         found: list[tuple[int, int]] = []
         for cell in range(mask.bit_length()):
             if mask >> cell & 1:
@@ -57,11 +57,11 @@ class TracedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time in which a lease held the same cells in the same way; seconds of the clock.
+    """A time in which a lease held the same cells in the same state, in seconds of the clock.
 
     Attributes:
-        draining: its block was left, its work was not done.
-        lent: SMs of it that it had borrowed.
+        draining: The block was left, but its work was not done.
+        lent: How many of the SMs were borrowed.
     """
 
     lease: int
@@ -77,18 +77,18 @@ class Span:
 
     @property
     def sm_seconds(self) -> float:
-        """The SM-time of the span."""
+        """The span's duration times its SMs."""
         return self.sms * (self.end - self.start)
 
 
 @dataclass(slots=True)
 class ServiceHistory:
-    """What a class had, and what its requests came to.
+    """The SM-time of a class, and the outcomes of its requests.
 
     Attributes:
-        requests: how many were `requested`, `granted`, `refused`, `expired` and `cancelled`.
-        waits: of those granted, in seconds.
-        jobs, failed: jobs that are done, and those of them with an error.
+        requests: Numbers of `requested`, `granted`, `refused`, `expired` and `cancelled`.
+        waits: The waits of granted requests, in seconds.
+        jobs, failed: Numbers of completed jobs, and of those with an error.
     """
 
     sm_seconds: float = 0.0
@@ -100,26 +100,26 @@ class ServiceHistory:
 
 
 class LeaseHistory:
-    """Collects spans from records. `add` is a watcher for `Pool.watch`.
+    """Collects spans from records. Pass `add` to `Pool.watch`.
 
     Args:
-        most: spans kept, the newest ones; None: all.
+        most: The most spans to keep, newest first. None: all.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        #: Spans that have ended, in the order of their ends.
+        #: Ended spans, in the order of their ends.
         self.spans: deque[Span] = deque(maxlen=most)
         self.services: defaultdict[str, ServiceHistory] = defaultdict(ServiceHistory)
-        #: The requests that wait, as (time, class, number), after each change.
+        #: The number of waiting requests after each change, as (time, class, number).
         self.waiting: deque[tuple[float, str, int]] = deque(maxlen=most)
         self.lost: list[str] = []
         self._open: dict[int, Span] = {}
-        #: Requests without an answer, and whether they are queued.
+        #: Unanswered requests, and whether each is queued.
         self._asked: dict[int, bool] = {}
         self._queued: Counter[str] = Counter()
 
     def add(self, record: Record) -> None:
-        """Take the next record."""
+        """Process the next record."""
         match record:
             case Requested():
                 self.services[record.service].requests["requested"] += 1
@@ -147,7 +147,7 @@ class LeaseHistory:
     def _grant(self, record: Granted) -> None:
         service = self.services[record.service]
         service.leases += 1
-        if record.request in self._asked:  # else another part of it, or it was held before
+        if record.request in self._asked:  # otherwise a further part, or a lease from before
             service.waits.append(record.wait)
             self._answer(record)
         self._open[record.lease] = Span(
@@ -191,7 +191,7 @@ class LeaseHistory:
             self.spans.append(ended)
 
     def _answer(self, record: Granted | Refused | Expired | Cancelled) -> None:
-        """Count what a request came to."""
+        """Count the outcome of a request."""
         self.services[record.service].requests[type(record).__name__.lower()] += 1
         if self._asked.pop(record.request, False):
             self._note_waiting(record, -1)
@@ -203,10 +203,10 @@ class LeaseHistory:
         self.waiting.append((record.time, record.service, self._queued[record.service]))
 
     def all_spans(self, now: float) -> list[Span]:
-        """Return the spans, also those that have not ended, up to now."""
+        """Return all spans; those that have not ended end now."""
         return [*self.spans, *(replace(span, end=now) for span in self._open.values())]
 
     def end(self, time: float) -> None:
-        """End what is open: nothing is known from here on."""
+        """End all open spans, because nothing is known from here on."""
         for lease in tuple(self._open):
             self._end(lease, time)

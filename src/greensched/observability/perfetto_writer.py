@@ -8,8 +8,8 @@
           / SMs leased ...       counters
 
 Flows lead from a request to its leases, from a lease to its first submission, and from a submission
-to its job. All times are the host's. Each record is also in the annotations of one
-event, so that `trace_reader` finds it again.
+to its job. All times are the host's. One event has each record in its annotations, where
+`trace_reader` finds it again.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from greensched.records import (
 
 #: The tag of a packet in a trace.
 PACKET: Final = bytes([Trace.PACKET_FIELD_NUMBER << 3 | 2])
-#: The annotation that names the record, or `Device` or `Ended`.
+#: The annotation with the record's name, or `Device` or `Ended`.
 RECORD: Final = "record"
-#: All packets are of one sequence, in the order of their times.
+#: The one sequence of all packets, which are in the order of their times.
 SEQUENCE: Final = 1
 
 _BEGIN, _END = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END
 _INSTANT, _COUNTER = TrackEvent.TYPE_INSTANT, TrackEvent.TYPE_COUNTER
-#: Tracks of a device in their order: the counters, then the sets of SMs.
+#: The order of a device's tracks: the counters, then the sets of SMs.
 _COUNTERS: Final = ("SMs leased", "SMs draining", "SMs lent", "SMs free")
 
 Key = tuple[object, ...]
 Annotations = Mapping[str, object]
-#: Numbers of flows; 0: none.
+#: Numbers of flows; 0 stands for none.
 Flows = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Slice:
-    """A slice that has begun. Slices that overlap have tracks of one name each."""
+    """A slice that has begun. Slices that overlap have separate tracks of the same name."""
 
     track: int
     key: Key
@@ -89,7 +89,7 @@ class _Lease:
     cells: int
     sms: int
     slice: _Slice
-    #: To its first submission; 0 after that.
+    #: The flow to the first submission; 0 after that.
     flow: int
     is_draining: bool = False
     lent: int = 0
@@ -97,7 +97,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream, and its jobs that are not done, in their order: name and flow. The first runs."""
+    """A stream and the names and flows of its unfinished jobs, in order. The first one runs."""
 
     track: int
     jobs: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -107,8 +107,8 @@ class PerfettoWriter:
     """Encodes the records of one pool, on one thread.
 
     Args:
-        devices: of the pool.
-        time: when the trace begins, in seconds; what began earlier begins then.
+        devices: The devices of the pool.
+        time: When the trace begins, in seconds; earlier starts are shown at this time.
     """
 
     def __init__(self, devices: Sequence[TracedDevice], time: float) -> None:
@@ -124,7 +124,7 @@ class PerfettoWriter:
         self._leases: dict[int, _Lease] = {}
         self._streams: dict[Key, _Stream] = {}
         self._stream_of: dict[int, _Stream] = {}
-        #: The request that was granted last, and its flow: its other leases follow.
+        #: The latest granted request and its flow, for its further leases.
         self._last_granted = (-1, 0)
         self._encoders: dict[type[Record], Callable[[Any], None]] = {
             Requested: self._request,
@@ -148,7 +148,7 @@ class PerfettoWriter:
             self._count(device.ordinal)
 
     def take(self) -> bytes:
-        """Return what was encoded since the last call."""
+        """Return the bytes encoded since the last call."""
         found, self._packets = self._packets.getvalue(), io.BytesIO()
         return found
 
@@ -158,7 +158,7 @@ class PerfettoWriter:
         self._encoders[type(record)](record)
 
     def end(self, time: float, dropped: int) -> None:
-        """End every slice, as the trace ends; `dropped` records are missing."""
+        """End every slice at the end of the trace; `dropped` records are missing."""
         self._nanoseconds = max(self._nanoseconds, round(time * 1e9))
         for stream in self._streams.values():
             if stream.jobs:
@@ -172,7 +172,7 @@ class PerfettoWriter:
     # -- requests --------------------------------------------------------------------------------
 
     def _request(self, record: Requested) -> None:
-        self._end_wait(record.request)  # its answer is among what was dropped
+        self._end_wait(record.request)  # the record of its answer was dropped
         flow, key = self._new_flow(), ("wait", record.service)
         begun = self._begin_slice(key, self._queue_track(), _name(record.service), record, (flow,))
         self._waits[record.request] = _Wait(begun, flow)
@@ -185,7 +185,7 @@ class PerfettoWriter:
             self._count_waiting(record.service, 1)
 
     def _end_wait(self, request: int, service: str = "") -> int:
-        """End the waiting of a request, and return its flow; 0: it does not wait."""
+        """End the waiting of a request; return its flow, or 0 if the request does not wait."""
         wait = self._waits.pop(request, None)
         if wait is None:
             return 0
@@ -291,7 +291,7 @@ class PerfettoWriter:
         name, flow = stream.jobs.pop(record.job)
         if ran:
             self._event(_END, stream.track, annotations=_annotations(record))
-        else:  # it failed ahead of those before it
+        else:  # it failed before earlier jobs were done
             self._event(_INSTANT, stream.track, name, _annotations(record), ends=flow)
         if ran and stream.jobs:
             name, flow = next(iter(stream.jobs.values()))
@@ -300,7 +300,7 @@ class PerfettoWriter:
     # -- counters --------------------------------------------------------------------------------
 
     def _count(self, ordinal: int) -> None:
-        """Encode the counters of a device that have changed."""
+        """Encode the changed counters of a device."""
         leases = [lease for lease in self._leases.values() if lease.device == ordinal]
         draining = sum(lease.sms for lease in leases if lease.is_draining)
         leased = sum(lease.sms for lease in leases) - draining
@@ -335,7 +335,7 @@ class PerfettoWriter:
         return self._track(("device", ordinal), f"GPU {ordinal}: {device.name}", rank=1 + ordinal)
 
     def _track(self, key: Key, name: str, parent: int = 0, *, rank: int = 0, unit: str = "") -> int:
-        """Return the number of a track, and describe it in the trace if it is new."""
+        """Return the number of a track; describe a new track in the trace."""
         known = self._tracks.get(key)
         if known is not None:
             return known
@@ -363,7 +363,7 @@ class PerfettoWriter:
         label: str = "",
         rank: int = 0,
     ) -> _Slice:
-        """Begin a slice on the first free row: a track of this name."""
+        """Begin a slice on the first free track of this name."""
         used = self._rows[key]
         row = next(row for row in itertools.count() if row not in used)
         used.add(row)
@@ -425,5 +425,5 @@ def _annotate(annotation: Any, key: str, value: object) -> None:
         annotation.double_value = value
     elif isinstance(value, tuple):
         annotation.string_value = ", ".join(map(str, value))
-    elif value is not None:  # a mask of cells may have more bits than an integer of the format
+    elif value is not None:  # a mask of cells may exceed the format's integers
         annotation.string_value = hex(value) if isinstance(value, int) else str(value)

@@ -1,4 +1,4 @@
-"""The map of SMs by time: what held which SMs when, as rectangles or as text."""
+"""The map of SMs by time: which leases held which SMs when, as rectangles or as text."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final
 
 from greensched.observability.lease_history import Span, TracedDevice
 
-#: Rectangles of one kind, and gaps between, below such a part of the time are drawn as one.
+#: Gaps and rectangles of one kind that last less than this fraction of the time are merged.
 RESOLUTION: Final = 1 / 2000
-#: Letters of classes in a text; the case says whether the work is after the block.
+#: The letters of classes in a text; lower case means that the lease drains.
 _LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-#: Holders that a text tells apart.
+#: The most holders that a text distinguishes.
 _MOST_HOLDERS: Final = 8
-#: Columns and rows of a text, at most.
+#: The most columns and rows of a text.
 _COLUMNS: Final = 64
 _ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """SMs `first` to `end_sm` of a device in a time, in seconds, held by a class in one way."""
+    """SMs `first` to `end_sm` of a device, held by a class in one state for some seconds."""
 
     device: int
     first: int
@@ -35,14 +35,14 @@ class Rectangle:
 
     @property
     def sm_seconds(self) -> float:
-        """The SM-time of the rectangle."""
+        """The rectangle's duration times its SMs."""
         return (self.end_sm - self.first) * (self.end - self.start)
 
 
 def rectangles(spans: Iterable[Span], devices: Iterable[TracedDevice]) -> list[Rectangle]:
-    """Return the rectangles of spans, by time.
+    """Return the rectangles of spans, ordered by time.
 
-    A loan is of a number of SMs, not of certain ones: the last ones of the lease stand for it.
+    A loan has a number of SMs, not particular ones; the last SMs of the lease represent it.
     """
     by_ordinal = {device.ordinal: device for device in devices}
     found = []
@@ -59,7 +59,7 @@ def rectangles(spans: Iterable[Span], devices: Iterable[TracedDevice]) -> list[R
 
 
 def merged(found: Iterable[Rectangle], gap: float) -> list[Rectangle]:
-    """Join rectangles of the same SMs and kind that are less than a gap apart, and one as short."""
+    """Join rectangles of the same SMs and kind if they, or gaps between them, are short."""
     latest: dict[tuple[object, ...], Rectangle] = {}
     done = []
     for one in found:
@@ -79,7 +79,7 @@ def _is_short(one: Rectangle, other: Rectangle, gap: float) -> bool:
 
 
 def by_holder(spans: Sequence[Span]) -> list[Span]:
-    """Return spans with the names of their holders for classes; as they are, if there are many."""
+    """Return spans with their holders' names as classes; unchanged if there are many."""
     named = [replace(one, service=f"{one.holder} {one.service}".strip()) for one in spans]
     return named if len({one.service for one in named}) <= _MOST_HOLDERS else list(spans)
 
@@ -91,7 +91,7 @@ def text(
     end: float,
     origin: float = 0.0,
 ) -> list[str]:
-    """Return the map as lines of text: SMs downwards, time to the right, counted from `origin`."""
+    """Return the map as text: a row for each range of SMs; time runs right from `origin`."""
     found = rectangles(spans, devices)
     if not found:
         return []
@@ -117,7 +117,7 @@ def _rows(
     start: float,
     end: float,
 ) -> list[tuple[int, int, str]]:
-    """Return ranges of SMs that were held alike, and what held them in each column of time."""
+    """Return ranges of SMs with the same history, and their holder in each column of time."""
     edges = sorted({0, device.sms, *(one.first for one in found), *(one.end_sm for one in found)})
     numbers = {edge: number for number, edge in enumerate(edges)}
     held = [[defaultdict[str, float](float) for _ in range(_COLUMNS)] for _ in edges[1:]]

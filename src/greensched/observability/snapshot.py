@@ -1,4 +1,4 @@
-"""Snapshots: what a pool has, does and waits for, at one moment."""
+"""Snapshots: the state of a pool, its leases and its queue at one moment."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Cell:
     """One cell of a device.
 
     Attributes:
-        sms: how many SMs it has.
-        state: `draining`: its lease has ended, and the work of it has not; `hung`: work on it takes
-            longer than `hang_after`.
-        services: the classes of the leases that have it: one, or several where leases are shared.
-        leases: the indices of these in `DeviceSnapshot.leases`; none of a grant so new that its
-            task has not gone on.
-        owner: the class whose reserve it is of: kept for that if it is free, else lent by it; "":
-            none.
+        sms: The number of its SMs.
+        state: `draining`: its lease has ended, but not the lease's work. `hung`: its work has
+            taken longer than `hang_after`.
+        services: The classes of its leases; several only if leases are shared.
+        leases: The indices of its leases in `DeviceSnapshot.leases`; empty until the granted task
+            resumes.
+        owner: The class of the reserve that it belongs to: if the cell is free, it is kept for
+            this class, otherwise this class lends it. "": none.
     """
 
     sms: int
@@ -51,11 +51,11 @@ class DeviceSnapshot:
     """One device of a pool.
 
     Attributes:
-        device: the ordinal.
-        failure: the fault after which it cannot be used; "": none.
-        hung: what hangs, and where: a sentence for each executor.
-        cells: from the first to the last; what the split left over is the last one.
-        leases: those that hold its SMs, the oldest first.
+        device: The device's ordinal.
+        failure: The fault that made it unusable, or "".
+        hung: What hangs, and where: one sentence for each executor.
+        cells: All cells in order; the last one is the remainder of the split.
+        leases: The leases that hold its SMs, oldest first.
     """
 
     device: int
@@ -70,25 +70,25 @@ class DeviceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSnapshot:
-    """One service class; times in seconds.
+    """One service class. Times are in seconds.
 
     Attributes:
-        name: "": of requests that name no class.
-        sms: SMs that it holds, draining ones included.
-        sms_draining: those of leases that have ended, and their work has not.
-        sms_lent, sms_borrowed: SMs of its reserve that others have, and that it has of others.
-        cap: the most SMs that it may hold; None: all.
-        share: the part of the SM-time that is due to it: by weight under `policy="fair"`, else its
-            reserve.
-        sm_time: the part of the SM-time of all classes that it had; None: not known yet.
-        sm_seconds: what its leases took since the start; None: not counted.
-        wait_p50: half of the waits for a grant were shorter; None: of no wait, or leases are not
-            timed (`Pool.time_leases`).
-        wait_p99: 99 % of the waits were shorter.
-        use_p50: half of the leases were shorter.
-        use_p99: 99 % of the leases were shorter.
-        drain_p99: 99 % of the drains of ended leases were shorter.
-        first: its first queued request; None: none is queued, or a policy is deciding right now.
+        name: The name; "" for requests without a class.
+        sms: The SMs that it holds, including draining ones.
+        sms_draining: The SMs of ended leases whose work is not done.
+        sms_lent, sms_borrowed: SMs of its reserve that other classes hold, and the reverse.
+        cap: The most SMs that it may hold. None: all.
+        share: The fraction of SM-time that it is due: by weight with `policy="fair"`, otherwise
+            by its reserve.
+        sm_time: The fraction of all classes' SM-time that it had. None: not known yet.
+        sm_seconds: The SM-time of its leases since the start. None: not counted.
+        wait_p50: The median wait for a grant. None: there was no wait, or leases are not timed
+            (`Pool.time_leases`).
+        wait_p99: The 99th percentile of waits.
+        use_p50: The median time from grant to end of block.
+        use_p99: The 99th percentile of these times.
+        drain_p99: The 99th percentile of the drains of ended leases.
+        first: Its first queued request. None: no request is queued, or a policy is deciding now.
     """
 
     name: str
@@ -119,7 +119,7 @@ class ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A rare event: when, in seconds of the pool's clock, and what happened."""
+    """A rare event: its time, in seconds of the pool's clock, and a description."""
 
     time: float
     text: str
@@ -127,22 +127,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A pool at one moment: see `Pool.snapshot`. Times are in seconds of the pool's clock.
+    """A pool at one moment; see `Pool.snapshot`. Times are in seconds of the pool's clock.
 
     Attributes:
-        pid: the process.
-        time: when it was taken.
-        state: of the pool: `open`, `poisoned` and others, as `PoolState`.
-        driver: its name.
-        policy: which request is next, such as `fifo`.
-        waiting, max_waiting: requests in the queue, and the most there can be.
-        requested, granted, cancelled, expired, refused: requests since the start.
-        is_timed: leases are timed, as by `Pool.time_leases`: else there are no waits and uses.
-        wake_p99: the bound below which 99 % of the times were from a grant to the turn of its task,
-            which a slow event loop makes long; None: of none, or leases are not timed.
-        degraded: what the pool does without because a driver refused it: a sentence each.
-        devices, services: none while the pool is not open.
-        events: the last rare events, the oldest first.
+        pid: The process id.
+        time: When the snapshot was taken.
+        state: The value of the `PoolState`, such as `open` or `poisoned`.
+        driver: The name of the driver.
+        policy: The name of the policy, such as `fifo`.
+        waiting, max_waiting: The requests in the queue, and the most it can hold.
+        requested, granted, cancelled, expired, refused: Numbers of requests since the start.
+        is_timed: Whether leases are timed (`Pool.time_leases`); otherwise waits and uses are None.
+        wake_p99: The 99th percentile of times from a grant until its task resumed, which a slow
+            event loop makes long. None: there was no such time, or leases are not timed.
+        degraded: One sentence for each feature that the pool lacks because a driver refused it.
+        devices, services: Empty while the pool is not open.
+        events: The last rare events, oldest first.
     """
 
     pid: int
@@ -165,17 +165,17 @@ class Snapshot:
     events: tuple[Event, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as values that `json.dumps` takes."""
+        """Return the snapshot as values for `json.dumps`."""
         return asdict(self)
 
 
 def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
-    """Return the state of a pool, its leases and its queue at this moment, on any thread.
+    """Return the present state of a pool, its leases and its queue. From any thread.
 
-    It waits for the pool's lock alone.
+    It waits only for the pool's lock.
 
     Raises:
-        InvalidRequest: in a policy or a curve, whose decision is not complete.
+        InvalidRequest: Called by a policy or a curve, during an incomplete decision.
     """
     lifecycle.refuse_in_decision()
     manager = lifecycle.granting
@@ -266,10 +266,10 @@ def _cells(
 
 
 def _owners(scheduler: Scheduler, index: int) -> dict[int, str]:
-    """Return the owner of each cell that is lent, or free and kept for its class.
+    """Return the owner of each cell that is lent, or free and kept for the owner.
 
-    Reserves are numbers of cells. The cells named here are those of the owner's block as far as
-    these are held or free, and then others.
+    A reserve is a number of cells. The result names cells of the owner's own block, if these are
+    held or free, and then other cells.
     """
     allocator, owners = scheduler.allocator, dict[int, str]()
     reservations = allocator.reservations[index]
@@ -349,7 +349,7 @@ def _services(
 
 
 def _borrowed(scheduler: Scheduler, state: ClassState) -> int:
-    """Return the SMs of other reserves that a class has."""
+    """Return how many SMs of other reserves a class holds."""
     allocator = scheduler.allocator
     return sum(
         sum(grant.loans.values()) * allocator.devices[grant.device].size
@@ -360,7 +360,7 @@ def _borrowed(scheduler: Scheduler, state: ClassState) -> int:
 
 
 def _firsts(scheduler: Scheduler) -> dict[ClassState, Request]:
-    """Return the first queued request of each class: the one for which a device is kept, if any."""
+    """Return each class's first queued request, or the request for which a device is kept."""
     queue, firsts = scheduler.queue, dict[ClassState, Request]()
     for request in sorted(queue.firsts(), key=by_rank):
         firsts.setdefault(request.class_state, request)

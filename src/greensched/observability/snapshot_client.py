@@ -1,7 +1,7 @@
-"""The client of a pool's socket: finds the sockets of running pools, and reads a snapshot.
+"""The client of a pool's socket: finds sockets of running pools, and reads snapshots.
 
-One connection is one question: a line of JSON with the version of the protocol, answered by a line
-of JSON with the snapshot, or with an error. It needs the standard library alone.
+Each connection carries one question, a line of JSON with the protocol's version, and one answer, a
+line of JSON with the snapshot or an error. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Final
 
 from greensched.errors import SocketUnavailable
 
-#: Of the protocol, and of what a snapshot holds: larger where a field changes its meaning or goes.
+#: The version of the protocol and of snapshots. Raise it when a field changes or is removed.
 VERSION: Final = 1
-#: Bytes of a path that a Unix socket takes. Source: `sun_path` of unix(7), less its end.
+#: The most bytes of a Unix socket's path. Source: `sun_path` of unix(7), minus the final zero.
 MOST_BYTES: Final = 107
-#: Seconds that a client waits for an answer. A snapshot takes far less than a millisecond, but
-#: waits for the pool's lock.
+#: Seconds that a client waits for an answer. A snapshot takes far less than a millisecond, but the
+#: server waits for the pool's lock.
 ANSWER_S: Final = 5.0
 SUFFIX: Final = ".sock"
 
 
 def folders() -> list[Path]:
-    """Return where this user's pools have their sockets: the first that exists is theirs.
+    """Return possible folders of this user's sockets. The first that exists is used.
 
-    A service may run without the variable that a login shell has.
+    A service may run without the variables of a login shell.
     """
     own = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}")
     given = os.environ.get("XDG_RUNTIME_DIR")
@@ -37,7 +37,7 @@ def folders() -> list[Path]:
 
 
 def find_sockets(pid: int | None = None) -> list[Path]:
-    """Return the sockets at which pools listen now: of every process, or of one."""
+    """Return the sockets of running pools: of all processes, or of one process."""
     found = []
     for folder in folders():
         with suppress(OSError):
@@ -46,7 +46,7 @@ def find_sockets(pid: int | None = None) -> list[Path]:
 
 
 def is_served(path: Path) -> bool:
-    """Return whether something listens at a socket."""
+    """Say whether a server listens at a socket."""
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(os.fspath(path))
         return True
@@ -54,11 +54,11 @@ def is_served(path: Path) -> bool:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Return the snapshot of the pool at a socket: `Snapshot.as_dict`. Blocks, for 5 s at most.
+    """Return the snapshot of the pool at a socket, as `Snapshot.as_dict`. Blocks, at most 5 s.
 
     Raises:
-        SocketUnavailable: nothing listens there, this user may not ask, there is no answer, or the
-            pool speaks another version.
+        SocketUnavailable: No server listens there, this user may not connect, there is no answer,
+            or the pool speaks another version.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:

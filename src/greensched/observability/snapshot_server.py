@@ -1,7 +1,7 @@
-"""The socket of a pool: answers each connection with a snapshot, on a thread of its own.
+"""The socket of a pool: a thread answers each connection with a snapshot.
 
-Only this user can connect: the socket has mode 0600, in a folder of mode 0700 unless a path was
-given, and each peer's user id is checked. A client can read, and change nothing.
+Only this user can connect: the socket has mode 0600, in a folder of mode 0700 unless its path was
+given, and each client's user id is checked. A client can only read.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from greensched.observability.snapshot_client import (
 
 logger = logging.getLogger("greensched")
 
-#: Connections that the kernel queues.
+#: Connections that may wait in the kernel.
 BACKLOG: Final = 8
-#: A question is a few bytes. More, or none within a second, closes the connection.
+#: The most bytes of a question, and the seconds in which it must arrive.
 MOST_QUESTION, QUESTION_S = 256, 1.0
-#: Seconds until the next attempt where the process has no file descriptor left.
+#: Seconds until the next attempt if the process has no free file descriptor.
 AGAIN_S: Final = 0.1
 
 _numbers = itertools.count(1)
 
 
 class SnapshotServer:
-    """Listens at a Unix socket from `start` to `close`. It holds no pool, so one can be collected.
+    """Listens at a Unix socket from `start` to `close`. Does not keep its pool alive.
 
     Args:
-        path: of the socket; None: one in the user's own folder, named by process and pool.
-        take: returns a snapshot, from any thread.
+        path: The path of the socket. None: a path in the user's folder, named by process and pool.
+        take: Returns a snapshot, on any thread.
     """
 
     def __init__(self, path: Path | None, take: Callable[[], Snapshot]) -> None:
@@ -60,11 +60,11 @@ class SnapshotServer:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Listen, on a thread. A socket file without a listener is replaced.
+        """Start a thread that listens. A socket file without a listener is replaced.
 
         Raises:
-            SocketUnavailable: the path exists, cannot be made, or is too long; no thread can be
-                started; or this system has no credentials of peers.
+            SocketUnavailable: The path exists, cannot be created, or is too long; no thread can be
+                started; or this system does not report the user of a client.
         """
         path = self._given or Path("no folder")
         try:
@@ -85,7 +85,7 @@ class SnapshotServer:
         logger.info("greensched top %s shows the pool", path)
 
     def close(self) -> None:
-        """Remove the socket, and end the thread. Idempotent; waits for an answer being made."""
+        """Remove the socket and end the thread. Idempotent. Waits for an answer in progress."""
         listener, self._listener = self._listener, None
         if listener is None or self.path is None:
             return
@@ -94,13 +94,13 @@ class SnapshotServer:
         for each in (listener, self._connection):
             if each is not None:
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # ends what the thread waits in
+                    each.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
         if self._thread is not None:
             self._thread.join()
         listener.close()
 
     def forked(self) -> None:
-        """Close what a forked child has of it: the socket stays its parent's."""
+        """Close a forked child's copies. The socket file stays the parent's."""
         for each in (self._listener, self._connection):
             if each is not None:
                 each.close()
@@ -112,11 +112,11 @@ class SnapshotServer:
         while self._listener is listener:
             try:
                 self._connection, _ = listener.accept()
-            except OSError:  # it was shut down; or there is no file descriptor for a connection
+            except OSError:  # it was shut down, or no file descriptor is left for a connection
                 if self._listener is listener:
                     time.sleep(AGAIN_S)
                 continue
-            with self._connection, suppress(OSError):  # the client may go at any time
+            with self._connection, suppress(OSError):  # the client may disconnect at any time
                 self._answer(self._connection)
             self._connection = None
 
@@ -139,13 +139,13 @@ class SnapshotServer:
             return {"version": VERSION, "error": f"it was asked for version {asked!r}"}
         try:
             return {"version": VERSION, "snapshot": self._take().as_dict()}
-        except Exception as error:  # the thread goes on, and the client says it
+        except Exception as error:  # the thread continues, and the client reports the error
             logger.exception("a snapshot failed")
             return {"version": VERSION, "error": f"the snapshot failed: {error}"}
 
 
 def _default_folder() -> Path:
-    """Return the first folder for sockets that can be made and is this user's own."""
+    """Return the first folder for sockets that exists or can be made, and is private."""
     *before, last = folders()
     for folder in before:
         with suppress(OSError):
@@ -162,16 +162,16 @@ def _remove_dead(folder: Path) -> None:
             try:
                 os.kill(int(path.name.partition("-")[0]), 0)
             except ProcessLookupError:
-                if not is_served(path):  # of another process namespace
+                if not is_served(path):  # the process may be in another process namespace
                     path.unlink()
 
 
 def _listen(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, for this user alone.
+    """Return a socket that listens at a path, for this user only.
 
     Raises:
-        OSError: it cannot; nothing is left.
-        AttributeError: the system has no credentials of peers.
+        OSError: It cannot listen; nothing is left.
+        AttributeError: The system does not report the user of a client.
     """
     _ = socket.SO_PEERCRED
     listener = socket.socket(socket.AF_UNIX)
@@ -183,7 +183,7 @@ def _listen(path: Path) -> socket.socket:
                 raise
             path.unlink()
             listener.bind(os.fspath(path))
-        path.chmod(0o600)  # no client can connect before it listens
+        path.chmod(0o600)  # no client can connect before `listen`
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()
@@ -192,17 +192,17 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user id of the process that connected."""
+    """Return the user id of the connected process."""
     form = struct.Struct("iII")  # struct ucred: pid, uid, gid
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
     return int(form.unpack(found)[1])
 
 
 def checked_socket(value: object) -> Path | None:
-    """Return the path of `Pool(socket=...)`; None: a path is chosen when the pool opens.
+    """Return the path for `Pool(socket=...)`, or None to choose one when the pool opens.
 
     Raises:
-        InvalidRequest: neither a path nor True, or a path that no socket takes.
+        InvalidRequest: It is neither a path nor True, or too long for a socket.
     """
     if value is True:
         return None

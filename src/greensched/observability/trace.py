@@ -1,7 +1,7 @@
-"""`Pool.trace`: the records of a pool, written into a file for Perfetto while they come.
+"""`Pool.trace`: a pool's records, written to a Perfetto file as they come.
 
-Watchers must not block, and a disk may: a thread encodes and writes. What it has not written yet is
-bounded; beyond that records are left out, and the file says how many.
+Watchers must not block, but a disk may, so a thread encodes and writes. The records that wait for
+it are bounded; further ones are dropped, and the file says how many.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("greensched")
 
-#: Records that wait for the thread, at most: some 20 MiB.
+#: The most records that wait for the thread: some 20 MiB.
 MOST_PENDING = 65_536
-#: Records that the thread encodes before it writes them.
+#: How many records the thread encodes before it writes them.
 BATCH = 512
 
 
 class Trace:
-    """Writes what happens in a pool into a file, while its block is open. Made by `Pool.trace`."""
+    """Writes what happens in a pool to a file while its block is open. Made by `Pool.trace`."""
 
     def __init__(self, lifecycle: PoolLifecycle, path: str | os.PathLike[str]) -> None:
         if importlib.util.find_spec("perfetto") is None:
             raise MissingPackage("a trace", "perfetto", "trace")
         self.path = Path(path)
-        #: Records that the file lacks, because the disk was slower than the pool.
+        #: Records that are missing in the file, because the disk was slower than the pool.
         self.dropped = 0
         self._lifecycle = lifecycle
         self._pending = deque[Record]()
@@ -49,7 +49,7 @@ class Trace:
         self._thread: WorkerThread | None = None
         self._file: int | None = None
         self._writer: PerfettoWriter
-        #: Why nothing is written any more.
+        #: Why writing stopped.
         self._error: OSError | None = None
 
     async def __aenter__(self) -> Self:
@@ -76,7 +76,7 @@ class Trace:
         ending = BackgroundTask(self._end)
         self._thread.submit(ending.run)
         self._thread.dismiss()
-        if kind is GeneratorExit:  # perhaps the collector ends the block: it cannot wait
+        if kind is GeneratorExit:  # perhaps from garbage collection, which cannot wait
             return
         with anyio.CancelScope(shield=True):
             await ending.wait()
@@ -92,7 +92,7 @@ class Trace:
     # -- any thread of the pool ------------------------------------------------------------------
 
     def _take(self, record: Record) -> None:
-        """Take a record from the pool. Calls come one at a time, and must not block."""
+        """Take a record from the pool. Called for one record at a time. Must not block."""
         if len(self._pending) >= MOST_PENDING:
             self.dropped += 1
             return
@@ -115,8 +115,8 @@ class Trace:
         self._write_out()
 
     def _write(self) -> None:
-        """Encode and write what is pending."""
-        self._is_scheduled = False  # first: what comes from here on schedules the next call
+        """Encode and write the pending records."""
+        self._is_scheduled = False  # first, because a record from here on must schedule a call
         pending, writer = self._pending, self._writer
         while pending:
             for _ in range(min(BATCH, len(pending))):
@@ -134,7 +134,7 @@ class Trace:
             self._error = error
 
     def _end(self) -> None:
-        """End everything that is open in the trace, and close the file."""
+        """End all open slices in the trace, and close the file."""
         self._lifecycle.unwatch(self._take)
         self._write()
         self._writer.end(self._time(), self.dropped)

@@ -1,4 +1,4 @@
-"""Read a trace that `Pool.trace` wrote: the records in it, as a history."""
+"""Read the records of a trace that `Pool.trace` wrote, as a history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from greensched.observability.lease_history import LeaseHistory, TracedDevice
 
 #: Records between two reports of progress.
 PROGRESS: Final = 1000
-#: What turns an annotation into a field of this type.
+#: Converts an annotation to a field, by the field's type.
 _PARSERS: Final[dict[str, Callable[[Any], object]]] = {
     "int": lambda value: int(value, 0) if isinstance(value, str) else int(value),
     "int | None": lambda value: None if value == "" else int(value),
@@ -25,12 +25,12 @@ _PARSERS: Final[dict[str, Callable[[Any], object]]] = {
 
 @dataclass(slots=True)
 class RecordedTrace:
-    """What a trace tells. Times are in seconds of the pool's clock.
+    """The content of a trace. Times are in seconds of the pool's clock.
 
     Attributes:
-        start, end: of the trace.
-        dropped: records that it lacks, because the disk was too slow.
-        is_complete: it has an end: the process did not die meanwhile.
+        start, end: When the trace begins and ends.
+        dropped: How many records are missing because the disk was too slow.
+        is_complete: Whether the trace has its end; without one its process died.
     """
 
     devices: list[TracedDevice] = field(default_factory=list)
@@ -47,12 +47,12 @@ def read(
     """Read a trace. Blocks; the history of a long trace takes memory.
 
     Args:
-        path: of the file.
-        progress: receives the fraction read, from 0 to 1, and what is done, now and then.
+        path: The path of the file.
+        progress: Called now and then with the fraction read, from 0 to 1, and the current step.
 
     Raises:
         MissingPackage: perfetto is not installed; says what to install.
-        InvalidRequest: the file cannot be read, or `Pool.trace` did not write it.
+        InvalidRequest: The file cannot be read, or `Pool.trace` did not write it.
     """
     trace = RecordedTrace()
     try:
@@ -93,7 +93,7 @@ def _add(trace: RecordedTrace, time: float, values: dict[str, Any]) -> None:
 
 
 def _annotated(file: IO[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the time and the annotations of each event that stands for a record."""
+    """Yield the time and the annotations of each event that has a record."""
     try:
         from google.protobuf import proto
         from google.protobuf.message import DecodeError
@@ -106,7 +106,7 @@ def _annotated(file: IO[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
         try:
             packet = proto.parse_length_prefixed(TracePacket, file)
         except (DecodeError, ValueError):
-            return  # the process died while it wrote this
+            return  # the process died while writing this
         annotations = packet.track_event.debug_annotations
         if annotations and annotations[0].name == RECORD:
             values = {

@@ -1,6 +1,6 @@
-"""Why a queued request waits: the rule of the scheduler that keeps it, with the figures.
+"""Why a queued request waits: which rule of the scheduler keeps it, with figures.
 
-It looks at the same facts as `scheduling.dispatch`, in the same order, and changes nothing.
+It reads the same facts as `scheduling.dispatch`, in the same order, and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 
-#: What keeps a request: an executor over its SMs is being made; its class is over its quota, or at
-#: its cap; a device is kept for an earlier request; shared and exclusive leases exclude each other;
-#: free SMs are kept for the reserves of other classes; free SMs do not fit into one partition; too
-#: few are free; requests before it go first.
+#: Why a request waits: an executor over its SMs is being made; its class exceeds its quota, or has
+#: reached its cap; a device is kept for an earlier request; shared and exclusive leases exclude
+#: each other; free SMs are kept for other classes' reserves; the free SMs do not form one
+#: partition; too few are free; other requests go first.
 Reason = Literal[
     "executor", "quota", "cap", "kept", "shared", "reserve", "fragmented", "sms", "order"
 ]
@@ -29,10 +29,10 @@ class WaitingRequest:
     """A queued request, and why it waits.
 
     Attributes:
-        holder: the name of its task or thread.
-        sms: how many it needs at least, of several parts together.
-        waited: for how many seconds.
-        reason: what keeps it, in a word; `text` says it in a sentence.
+        holder: The name of its task or thread.
+        sms: The fewest SMs that it needs, for all its parts together.
+        waited: How long it has waited, in seconds.
+        reason: The reason in one word; `text` is a sentence.
     """
 
     holder: str
@@ -43,7 +43,7 @@ class WaitingRequest:
 
 
 class _Facts(NamedTuple):
-    """A request, and the device where it comes nearest to being granted."""
+    """A request, and the device where it is closest to a grant."""
 
     scheduler: Scheduler
     request: Request
@@ -62,13 +62,13 @@ class _Facts(NamedTuple):
 
     @property
     def free(self) -> int:
-        """The SMs that are free there."""
+        """The number of free SMs on the device."""
         allocator = self.allocator
         return allocator.free_sms[self.device]
 
     @property
     def largest(self) -> int:
-        """The SMs of the largest partition that they form."""
+        """The SMs of the largest partition that the free SMs form."""
         allocator = self.allocator
         return allocator.devices[self.device].largest_within(allocator.free_masks[self.device])
 
@@ -76,7 +76,7 @@ class _Facts(NamedTuple):
 def describe(
     scheduler: Scheduler, ordinals: Sequence[int], request: Request, now: float
 ) -> WaitingRequest:
-    """Return a queued request, and why it waits. The caller holds the lock of the scheduler."""
+    """Describe a queued request and why it waits. The caller holds the scheduler's lock."""
     allocator, sms = scheduler.allocator, scheduler.dispatcher.asked(request)
     reservation = scheduler.queue.reservation
     if reservation is not None and reservation.request is request:
@@ -109,7 +109,7 @@ def _explain(facts: _Facts) -> tuple[Reason, str]:
 
 
 def _limit(facts: _Facts) -> tuple[Reason, str] | None:
-    """Return the limit of its own class that keeps a request; None: none does."""
+    """Return the limit of its own class that keeps a request waiting, or None."""
     state, sms = facts.state, facts.sms
     if state.quota is not None and not state.is_within_quota(facts.now):
         seconds = max(0.0, state.refilled_at() - facts.now)
@@ -144,7 +144,7 @@ def _kept(facts: _Facts) -> tuple[Reason, str]:
 
 
 def _more(facts: _Facts) -> str:
-    """Say what else is so on the device: SMs that drain, or are lent of its class's reserve."""
+    """Mention SMs of the device that drain, or that its class lends."""
     lent: dict[str, int] = {}
     for grant in facts.allocator.reservations[facts.device].borrowers:
         count = grant.loans.get(facts.state, 0) * facts.allocator.devices[facts.device].size
@@ -162,7 +162,7 @@ def _more(facts: _Facts) -> str:
 
 
 def _next(facts: _Facts) -> str:
-    """Say when SMs are expected back, as far as that is known."""
+    """Say when SMs are expected to become free, if known."""
     grants, now = _exclusive(facts), facts.now
     ends = [(grant.ends, grant.sms) for grant in grants if grant.ends is not None]
     known = [(end - now, sms) for end, sms in ends if end > now]

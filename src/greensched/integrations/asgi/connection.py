@@ -14,15 +14,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from greensched.integrations.asgi.task_group import open_task_group
 
 #: Bytes of a body that are kept for the application while a block watches for a disconnect. Beyond
-#: that the watch pauses until the application reads, as a server's own buffer does: a client cannot
-#: fill the memory of the service. uvicorn's buffer is 64 KiB; this one holds a usual JSON body.
+#: that the watch pauses until the application reads, so that a client cannot fill the service's
+#: memory. uvicorn's own buffer is 64 KiB; this one holds a usual JSON body.
 MAX_KEPT = 1 << 20
 
 
 class ReplayedMessages:
-    """The messages of one connection, read early by watches and given to the application in order.
+    """The messages of one connection: watches read them early, the application gets them in order.
 
-    One task at a time reads the connection; the others wait for what it reads.
+    One task at a time reads from the connection; other tasks wait for its messages.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -42,8 +42,8 @@ class ReplayedMessages:
         return not self._kept
 
     async def receive(self) -> Message:
-        """Return the next message, as ASGI's `receive` does; a disconnect is returned each time."""
-        await anyio.lowlevel.checkpoint()  # a loop over `receive` can always be cancelled
+        """Return the next message as ASGI's `receive` does; a disconnect again and again."""
+        await anyio.lowlevel.checkpoint()  # so that a loop over `receive` can always be cancelled
         await self._read_until(lambda: bool(self._kept), limit=None)
         message = self._kept[0]
         if not message["type"].endswith(".disconnect"):
@@ -53,7 +53,7 @@ class ReplayedMessages:
         return message
 
     async def wait_for_disconnect(self) -> None:
-        """Return once the client has disconnected; keep what it sends before."""
+        """Wait until the client has disconnected; keep what it sends before."""
         await self._read_until(lambda: self.has_left, limit=MAX_KEPT)
 
     async def _read_until(self, is_done: Callable[[], bool], limit: int | None) -> None:
@@ -81,22 +81,22 @@ def _size(message: Message) -> int:
 
 @asynccontextmanager
 async def while_connected(connection: Request | WebSocket) -> AsyncGenerator[None]:
-    """Open a block that is cancelled when the client disconnects; a plain endpoint never is.
+    """Open a block that is cancelled when the client disconnects. Plain endpoints are not.
 
     A queued request in the block leaves the queue immediately; leased SMs are released once the
     kernels that run there have ended. A `def` endpoint, which runs on a thread, cannot use it.
 
-    The block and what follows it may read the body, or the websocket's messages, as without it:
-    what the block reads early is kept for them, up to 1 MiB. While more than that waits to be read,
-    a disconnect is not noticed. The block is an anyio cancel scope: each `await` in it after the
-    disconnect is cancelled, too, so close resources that need an `await` after the block.
+    In and after the block the application may read the body, or the websocket's messages, as
+    usual: messages that the block reads early are kept, up to 1 MiB. While more than that is
+    unread, a disconnect is not noticed. The block is an anyio cancel scope: each `await` in it
+    after the disconnect is cancelled, too. So close resources that need an `await` after the block.
 
     Raises:
-        ClientDisconnect: after the block, if it was cancelled; `PoolErrors` handles it.
-        WebSocketDisconnect: the same, of a websocket.
+        ClientDisconnect: The block was cancelled; raised at its end. `PoolErrors` handles it.
+        WebSocketDisconnect: The same, for a websocket.
     """
     before = connection._receive  # private: Starlette has no other way to replace it
-    owner = getattr(before, "__self__", None)  # a block around this one has replaced it already
+    owner = getattr(before, "__self__", None)  # an outer block may have replaced it already
     messages = owner if isinstance(owner, ReplayedMessages) else ReplayedMessages(before)
     connection._receive = messages.receive
     has_left, has_ended = False, False

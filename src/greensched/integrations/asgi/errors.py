@@ -26,8 +26,8 @@ from greensched.errors import (
 
 logger = logging.getLogger("greensched")
 
-#: The response statuses of a pool's errors; all others are 500. Source of 499, which no client
-#: receives: nginx uses it in its log.
+#: The response statuses of a pool's errors; other errors are 500. No client receives a 499, which
+#: nginx uses in its log.
 STATUS: dict[type[Exception], int] = {
     QueueFull: 429,
     PoolClosed: 503,
@@ -54,17 +54,17 @@ class PoolErrors:
     """Middleware that turns a pool's errors into the responses of `STATUS`, as `{"detail": ...}`.
 
     A full queue is 429 with `Retry-After`: the pool's estimate in whole seconds, rounded up. A
-    request that would miss its deadline is 503 with `Retry-After`: by how much it would. Errors
-    that `STATUS` does not list, and errors in the middle of a response, are raised on. An exception
-    group (for example of an `asyncio.TaskGroup`) gets a response if all its errors are listed.
+    request that would miss its deadline is 503; its `Retry-After` is how late it would be. Errors
+    that `STATUS` does not list, and errors in the middle of a response, pass through. An exception
+    group (for example from an `asyncio.TaskGroup`) gets a response if all its errors are listed.
 
-    * Mounted applications are covered: their own 500, sent before the error comes here, is
-      replaced. For this a complete response of status 500 is sent when the application returns:
-      behind the response's own background tasks.
-    * A refusal behind a complete response, of a background task, is logged as a warning and raised
-      on; the pool's statistics count it.
-    * A websocket is closed with 1013, "try again later", before or after it was accepted. The end
-      of a websocket whose client has left is no error.
+    * Mounted applications are covered: their own 500, sent before the error arrives here, is
+      replaced. For this a complete response of status 500 is sent only when the application
+      returns, after the response's own background tasks.
+    * A refusal after a complete response, from a background task, is logged as a warning and passes
+      through; the pool's statistics count it.
+    * A websocket is closed with 1013, "try again later", before or after it was accepted. A
+      websocket whose client has left ends without an error.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -116,14 +116,14 @@ class PoolErrors:
 
 
 class _Sent:
-    """What an application has sent; a complete 500 is held back, since it may be replaced."""
+    """What an application has sent. A complete 500 is held back, because it may be replaced."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._held: list[Message] = []
-        #: True once something was sent that cannot be replaced.
+        #: True once a message was sent that cannot be replaced.
         self.has_begun = False
-        #: True once the end of a response was sent, so that an error comes from a background task.
+        #: True once a response was sent completely, so that a later error is a background task's.
         self.is_complete = False
 
     async def send(self, message: Message) -> None:
@@ -154,7 +154,7 @@ def _response(error: Exception) -> Response | None:
     refusal, status = refusals[0]
     headers = {}
     if isinstance(refusal, QueueFull):
-        # Clients that are refused together would otherwise return together.
+        # Otherwise clients that are refused together would return together.
         later = refusal.retry_after * random.uniform(1.0, 2.0)
         headers["Retry-After"] = seconds = _whole_seconds(later)
         refusal = QueueFull(refusal.waiting, int(seconds))  # the body says what the header does

@@ -20,7 +20,7 @@ from greensched.errors import DeviceFault, InvalidRequest
 from greensched.integrations.asgi.task_group import open_task_group
 from greensched.integrations.health import fault_of
 
-#: Pools whose process was told to end, and which still serve while readiness is red.
+#: Pools that still serve after their process got SIGTERM, while readiness is red.
 _draining: WeakSet[Pool] = WeakSet()
 
 
@@ -29,22 +29,22 @@ def lifespan(
 ) -> Callable[[Any], AbstractAsyncContextManager[dict[str, Pool]]]:
     """Open and close the pool with `Starlette(lifespan=...)` or `FastAPI(lifespan=...)`.
 
-    Requests have the pool as `request.state.pool`. A server that stops finishes accepted requests
+    Requests find the pool at `request.state.pool`. A server that stops finishes accepted requests
     first; leases that last longer may end within the pool's grace (`Pool.aclose`, 5 s).
 
-    With `drain`, SIGTERM first turns `/readyz` red; requests are served for `drain` seconds more,
-    while load balancers take the process out; then the server's own handler of SIGTERM runs. A
-    second SIGTERM ends the wait. It needs a server that installs its handler with `signal.signal`
+    With `drain`, SIGTERM first turns `/readyz` red. Requests are served for `drain` seconds more,
+    while load balancers remove the process. Then the server's own handler of SIGTERM runs. A
+    second SIGTERM ends the wait. This needs a server that installs its handler with `signal.signal`
     before the application starts, on the main thread, as uvicorn does. On another thread it has no
     effect.
 
-    A pool opens once, so an application that starts again needs another. In a lifespan of your own,
-    enter this one: `async with asgi.lifespan(pool)(app) as state: ...`.
+    A pool opens once, so an application that starts again needs another pool. To use your own
+    lifespan, enter this one in it: `async with asgi.lifespan(pool)(app) as state: ...`.
 
-    At the start of the server it raises as `Pool.open`.
+    At the start of the server it raises as `Pool.open` does.
 
     Raises:
-        InvalidRequest: `drain` is negative or not a number; where the lifespan is made.
+        InvalidRequest: `drain` is negative or not a number. Raised by this call.
     """
     if not drain >= 0:
         raise InvalidRequest(f"drain={drain!r}: give seconds, 0 or more")
@@ -90,7 +90,7 @@ async def _drained_first(pool: Pool, seconds: float) -> AsyncGenerator[None]:
 
 
 def routes(pool: Pool) -> list[Route]:
-    """Return the probe routes `/healthz` and `/readyz` of an orchestrator.
+    """Return the routes `/healthz` and `/readyz` for an orchestrator's probes.
 
     * `/readyz` is 200 while the pool grants leases and its devices respond. Each probe checks the
       devices, so it is 503 as soon as a GPU fails, even an idle one. It is 503 from SIGTERM on,
@@ -98,7 +98,7 @@ def routes(pool: Pool) -> list[Route]:
     * `/healthz` is 503 after a device fault, when the process must be replaced. Starting and
       draining pools are healthy.
 
-    Neither waits or uses an SM, and both describe the state in `detail`.
+    Neither probe waits or uses an SM, and both describe the state in `detail`.
     """
 
     async def readyz(_: Request) -> Response:

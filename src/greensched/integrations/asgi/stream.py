@@ -22,31 +22,31 @@ logger = logging.getLogger("greensched")
 
 
 class LeaseStream(Response):
-    """Take a lease, then stream what a generator makes on it.
+    """Take a lease, then stream what a generator yields on it.
 
         async def parts(p: Partition) -> AsyncGenerator[bytes]: ...
 
         return asgi.LeaseStream(pool.partition(16, deadline=0.5), parts, media_type="text/plain")
 
-    The lease is taken before the headers are sent: a refusal of the pool is raised to `PoolErrors`,
-    which answers 429, 503 or 504. A `StreamingResponse` whose generator takes a lease has sent 200
+    The lease is taken before the headers are sent, so `PoolErrors` can answer a refusal by the pool
+    with 429, 503 or 504. A `StreamingResponse` whose generator takes the lease has already sent 200
     by then.
 
-    The generator runs ahead of the client by at most `buffer` bytes, and its parts are sent as they
-    come. A client that reads slowly does not keep the SMs: once the generator has waited for the
-    client for `patience` seconds in all, it is closed and the lease ends. What is buffered is still
-    sent; then the connection is cut, so that a client cannot take the part for the whole.
+    The generator runs at most `buffer` bytes ahead of the client. A slow client does
+    not keep the SMs: once the generator has waited for the client for `patience` seconds in all, it
+    is closed and the lease ends. Buffered bytes are still sent; then the connection is cut, so that
+    a client cannot mistake them for the whole response.
     When the client disconnects, the generator is cancelled, and the SMs are released once the
     kernels that run there have ended.
 
     Args:
-        partition: what `pool.partition(...)` returns, not entered.
-        generate: an async generator function of the lease, which yields bytes or str (as UTF-8).
-        buffer: bytes.
-        patience: seconds.
+        partition: The result of `pool.partition(...)`, not entered.
+        generate: An async generator function of the lease, which yields bytes or str (as UTF-8).
+        buffer: The most bytes that wait to be sent.
+        patience: Seconds that the generator waits for the client in all.
 
     Raises:
-        InvalidRequest: `buffer` is below 1 or `patience` is negative; where the response is made.
+        InvalidRequest: `buffer` is below 1 or `patience` is negative. Raised by the constructor.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LeaseStream(Response):
         super().__init__(None, status_code, headers, media_type, background)
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Set the headers without `Content-Length`: the length is not known."""
+        """Set the headers without `Content-Length`, because the length is unknown."""
         super().init_headers(headers)
         self.raw_headers = [one for one in self.raw_headers if one[0] != b"content-length"]
 
@@ -86,7 +86,7 @@ class LeaseStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 if not parts.is_cut:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
-            except OSError:  # how servers of ASGI 2.4 tell that the client has left
+            except OSError:  # raised by ASGI 2.4 servers when the client has left
                 block.cancel()
 
         try:
@@ -117,7 +117,7 @@ class LeaseStream(Response):
 
 
 class _Parts:
-    """What is made and not sent yet: bytes, up to a limit."""
+    """Bytes that are not sent yet, up to a limit."""
 
     def __init__(self, limit: int, patience: float) -> None:
         self._limit, self._patience = limit, patience
@@ -125,11 +125,11 @@ class _Parts:
         self._bytes = 0
         self._changed = anyio.Event()
         self._is_closed = False
-        #: True once the generator has waited longer than the patience: the response has no end.
+        #: True once the generator has waited longer than `patience`: the response has no end.
         self.is_cut = False
 
     async def put(self, part: bytes) -> None:
-        """Add a part, and wait while the limit is reached; at the end of the patience, cut."""
+        """Add a part, and wait while the limit is reached; cut the response after `patience`."""
         if part:
             self._parts.append(part)
             self._bytes += len(part)
@@ -142,7 +142,7 @@ class _Parts:
         self.is_cut = wait.cancelled_caught
 
     async def take(self) -> bytes | None:
-        """Wait for a part; return None behind the last one."""
+        """Wait for a part; return None after the last one."""
         while not self._parts:
             if self._is_closed:
                 return None

@@ -1,4 +1,4 @@
-"""A task group that raises the error of its block as it is."""
+"""A task group that raises its block's error unwrapped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 
 @asynccontextmanager
 async def open_task_group() -> AsyncGenerator[TaskGroup]:
-    """Open an anyio task group; an error of the block cancels its tasks, and is not wrapped."""
+    """Open an anyio task group. An error of the block cancels its tasks, and is not wrapped."""
     error = None
     try:
         async with anyio.create_task_group() as tasks:

@@ -10,7 +10,7 @@ from greensched.integrations.ray.connection import PoolConnection
 
 
 def check_feasible(sms: int, most: Iterable[int]) -> None:
-    """Refuse a size that no pool of the fleet can ever grant, including pools that are away.
+    """Refuse a size that no pool of the fleet, connected or away, can ever grant.
 
     Raises:
         TooManySMs: the size exceeds that of the largest pool.
@@ -23,10 +23,10 @@ def check_feasible(sms: int, most: Iterable[int]) -> None:
 def choose(
     pools: Sequence[PoolConnection], sms: int, held: Mapping[str, int], chance: random.Random
 ) -> PoolConnection | None:
-    """Choose a pool: of those with most of the job's data, the less loaded of two random ones.
+    """Choose the less loaded of two random pools, of those with most of the job's data.
 
-    Two random choices spread programs that see the same snapshots: if all chose the best pool, it
-    would become the worst. Pools with stale snapshots come last.
+    The random choice spreads the jobs of programs that see the same snapshots; if all chose the
+    best pool, it would become the worst. Pools with stale snapshots come last.
 
     Args:
         pools: the candidates.

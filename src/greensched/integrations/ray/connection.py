@@ -17,8 +17,8 @@ from greensched.integrations.ray.protocol import (
     ReplyBatch,
 )
 
-#: Ray calls in flight to one pool: one waits there for outcomes, one is on its way there, one is on
-#: its way back. Messages that come meanwhile go together in the next call.
+#: Ray calls in flight to one pool: one waits there for outcomes, one is on its way there, one on
+#: its way back. Messages that are sent meanwhile go together in the next call.
 CALLS = 3
 #: Seconds without work after which the connection polls for the pool's snapshot.
 IDLE = 0.02
@@ -29,13 +29,13 @@ STALE = 2 * protocol.HEARTBEAT
 class PoolConnection:
     """A connection of one program to one pool. All methods run on the program's loop.
 
-    A failed Ray call ends it: whether the messages sent were handled is unknown then.
+    A failed Ray call closes it; then it is unknown whether the pool handled the sent messages.
     """
 
     def __init__(self, handle: Any, key: str, info: PoolInfo, code: Mapping[bytes, bytes]) -> None:
         self.name, self.node, self.most = info.name, info.node, info.most
         self.snapshot = info.snapshot
-        #: A job's outcome showed that the pool is lost, before its snapshot did.
+        #: Whether a job's outcome showed that the pool is lost, before a snapshot did.
         self.is_lost = False
         #: Completed with the reason once the connection is closed.
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -46,7 +46,7 @@ class PoolConnection:
         self._outbox: list[Message] = []
         self._pending: dict[int, asyncio.Future[Outcome]] = {}
         self._numbers = self._sent_batches = self._calls = 0
-        #: SMs of messages by batch that the snapshot does not include yet.
+        #: For each batch, the SMs of its messages, until a snapshot includes them.
         self._unreported: deque[tuple[int, int]] = deque()
         self._unreported_sms = 0
         self._exchanges: set[asyncio.Task[None]] = set()
@@ -66,11 +66,11 @@ class PoolConnection:
 
         Args:
             message: the message.
-            sms: the load that it adds to the pool.
+            sms: The load that the message adds to the pool.
 
         Returns:
-            The outcome. If the connection closed before the message was sent, it is `PoolLost` with
-            `has_begun` false.
+            The outcome. If the connection closed before the message was sent, the outcome is
+            `PoolLost` with `has_begun` false.
 
         Raises:
             PoolLost: the connection closed after the message was sent.
@@ -114,7 +114,7 @@ class PoolConnection:
 
     @property
     def load(self) -> tuple[float, float]:
-        """The requested SMs as a fraction of the pool's, then the seconds that jobs wait there."""
+        """The requested fraction of the pool's SMs, then the seconds that jobs wait there."""
         snapshot = self.snapshot
         return (snapshot.wanted + self._unreported_sms) / snapshot.sms_total, snapshot.wait
 
@@ -173,7 +173,7 @@ class PoolConnection:
     # -- the end -----------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """Close the connection for this reason: sent messages are lost. Idempotent."""
+        """Close the connection for a reason; sent messages are lost. Idempotent."""
         if self.closed.done():
             return
         self.closed.set_result(why)
@@ -193,7 +193,7 @@ class PoolConnection:
         return protocol.failure(number, lost, has_begun=False)
 
     def close(self) -> None:
-        """Close the connection, and tell the pool."""
+        """Close the connection and notify the pool."""
         if not self.closed.done():
             self._handle.goodbye.remote(self._key)
         self.fail("the fleet was closed here")

@@ -18,7 +18,7 @@ async def result_of(outcome: Outcome, pool: str) -> Any:
     """Return a job's result, fetched if it is large, or raise its error.
 
     Raises:
-        PoolLost: a large result was lost with its pool.
+        PoolLost: A large result was lost with its pool.
     """
     if outcome.error:
         raise protocol.unpack_error(outcome, pool)
@@ -49,7 +49,7 @@ def remaining(deadline: float | None) -> Callable[[], float | None]:
     """Start a deadline now; return a function for the seconds that remain.
 
     Raises:
-        InvalidRequest: it is not a number of seconds above 0.
+        InvalidRequest: The deadline is not a number of seconds above 0.
     """
     if deadline is None:
         return lambda: None

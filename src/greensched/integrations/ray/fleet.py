@@ -39,24 +39,24 @@ T = TypeVar("T")
 HEALTH_TIMEOUT = 1.0
 #: Milliseconds for Ray to locate objects.
 LOCATE_MS = 200
-#: A job with which this many pools were lost is not retried: it may be the cause.
+#: After a job has lost this many pools it is not retried, because it may be the cause.
 MOST_LOSSES = 3
-#: Errors of a pool that is lost; another pool may take the job.
+#: Errors of a lost pool; another pool may run the job.
 POOL_LOST = (DeviceLost, DeviceFault, PoolClosed, PoolLost)
 
 
 class Fleet:
     """The pools of a Ray cluster, for one program on one asyncio loop. Use it with `async with`.
 
-    Making one touches neither Ray nor a loop. The program calls `ray.init` itself.
+    The constructor uses neither Ray nor a loop. The program calls `ray.init` itself.
 
     Args:
-        name: the name of the fleet: all programs that give it use the same pools.
-        make: makes a pool in the process of each GPU from `devices=`: a `functools.partial` of
-            `Pool` with options, or a function. None to use existing pools only.
-        pools: the number of pools; None for one on each GPU of the cluster, including new ones.
-        detached: whether the pools outlive all programs, until `stop`. Others end with the last
-            program that uses them.
+        name: The name of the fleet. All programs that use this name share its pools.
+        make: Makes a pool in the process of each GPU from `devices=`: a `functools.partial` of
+            `Pool` with options, or a function. None: use existing pools only.
+        pools: The number of pools. None: one on each GPU of the cluster, including new ones.
+        detached: Whether the pools outlive all programs, until `stop`. Otherwise they end with the
+            last program that uses them.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Fleet:
     # -- open and close ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start missing pools, and wait until each is open.
+        """Start missing pools, and wait until every pool is open.
 
         After an error or a cancellation the program has left the fleet.
 
         Raises:
-            NoPool: there are not enough free GPUs; or `make=None`, and there are no pools.
-            VersionSkew: existing pools speak another version.
+            NoPool: There are too few free GPUs, or with `make=None` no pools.
+            VersionSkew: Existing pools speak another version.
             InvalidRequest: Ray assigned a pool no whole GPU.
-            Others: as `Pool.open`, from the first pool that fails.
+            Others: As for `Pool.open`, from the first pool that fails.
         """
         if self._is_entered:
             raise InvalidRequest("this fleet was entered already: make another Fleet")
@@ -101,12 +101,12 @@ class Fleet:
     ) -> None:
         """Leave the fleet; this program's jobs are cancelled.
 
-        The last program ends the pools, unless they are detached, and waits for that.
+        The last program ends the pools, unless they are detached, and waits for their end.
         """
         await self._registry.aclose()
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Close the pools for every program: queued jobs fail, running ones have the grace."""
+        """Close the pools for every program. Queued jobs fail; running jobs have the grace."""
         await self._registry.stop(grace)
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -148,35 +148,36 @@ class Fleet:
     ) -> Any:
         """Run a job on SMs of one GPU of the fleet, and wait for its result.
 
-        The job goes to the pool that has most of its arguments, else to one with less load. A
-        cancellation reaches the pool: a queued job leaves the queue, and kernels that run are left
-        to their end. The end of this process has the same effect, some seconds later.
+        The job goes to the pool that has most of its arguments, or otherwise to one with less load.
+        A
+        cancellation reaches the pool: a queued job leaves the queue, but running kernels run to
+        their end. The end of this process has the same effect some seconds later.
 
         Args:
             job: a coroutine function, awaited with the partition first (`async def job(p, x)`) on
                 the loop of the pool, which it must not block; or a blocking function, called as by
                 `p.run`. It is sent to each pool once.
-            args: arrays and other picklable objects. Arrays from 1 MiB on, and `ObjectRef`s, go
+            args: Arrays and other picklable objects. Arrays of 1 MiB or more, and `ObjectRef`s, go
                 through Ray's object store, and are read-only there.
-            sms, service, duration: as for `Pool.partition`.
-            deadline: seconds until the result must be here. Without one, a job that no pool can
-                take now is refused at once.
-            idempotent: whether the job may run more than once: it is retried if its pool is lost,
-                until the deadline, which is required. Otherwise it runs at most once.
+            sms, service, duration: As for `Pool.partition`.
+            deadline: Seconds within which the result must arrive. Without a deadline, a job that no
+                pool can take now is refused at once.
+            idempotent: Whether the job may run more than once. If so, it is retried if its pool is
+                lost, until the deadline, which is required. Otherwise it runs at most once.
 
         Returns:
-            The job's result; arrays from 1 MiB on are read-only. A job that returns an `ObjectRef`
-            made by `ray.put` leaves the value where it is: await it, or pass it to another job,
-            which then goes there.
+            The job's result. Arrays of 1 MiB or more are read-only. A job that returns an
+            `ObjectRef` made by `ray.put` leaves the value where it is: await it, or pass it to
+            another job, which then runs there.
 
         Raises:
-            TooManySMs: no pool of the fleet is as large. Nothing was sent.
-            QueueFull: every pool that could take it is full; `retry_after` is the shortest.
-            NoPool: no pool can take it now.
-            FleetTimeout: the deadline passed; it may have run.
-            PoolLost, DeviceLost: its pool was lost with it, and it may have run.
-            InvalidRequest: an argument is invalid, or cannot be sent.
-            Others: as the job, and as `Pool.partition`.
+            TooManySMs: No pool of the fleet is large enough. Nothing was sent.
+            QueueFull: Every suitable pool is full; `retry_after` is the shortest of theirs.
+            NoPool: No pool can take the job now.
+            FleetTimeout: The deadline passed; the job may have run.
+            PoolLost, DeviceLost: The job's pool was lost; the job may have run.
+            InvalidRequest: An argument is invalid or cannot be sent.
+            Others: Errors of the job, and of `Pool.partition`.
         """
         needed, left = protocol.least_sms(sms), remaining(deadline)
         if idempotent and deadline is None:
@@ -201,10 +202,10 @@ class Fleet:
         service: str | None = None,
         duration: float | None = None,
     ) -> Session:
-        """Lease SMs of one pool for several jobs; use it with `async with`.
+        """Lease SMs of one pool for several jobs. Use the result with `async with`.
 
-        The lease lasts until the block or the program ends, or the pool is lost. Arguments are as
-        for `submit`; `deadline` is for the grant.
+        The lease lasts until the block or the program ends, or the pool is lost. Arguments are
+        those of `submit`; `deadline` is for the grant.
 
         Raises:
             InvalidSize: `sms` is not a size.
@@ -235,7 +236,7 @@ class Fleet:
         *,
         may_repeat: bool,
     ) -> tuple[PoolConnection, Any]:
-        """Send a message to one pool after another until one has handled it."""
+        """Send a message to one pool after another until a pool has handled it."""
         full: dict[str, QueueFull] = {}
         losses = 0
         while True:
@@ -258,7 +259,7 @@ class Fleet:
     async def _choose(
         self, sms: int, held: dict[str, int], full: dict[str, QueueFull], *, waits: bool
     ) -> PoolConnection:
-        """Choose a pool; with `waits`, wait until there is one."""
+        """Choose a pool. With `waits`, wait until there is a suitable one."""
         while True:
             if not self._registry.is_open:
                 raise PoolClosed("this fleet", "not open: use it with `async with`")
@@ -288,7 +289,7 @@ class Fleet:
         }
 
     async def health(self) -> dict[str, Health | None]:
-        """Return the health of each pool's process, by name; None without a reply in a second."""
+        """Return the health of each pool's process, by name; None if it gives no reply in 1 s."""
 
         async def request(handle: Any) -> Health | None:
             with suppress(RayError, TimeoutError):
@@ -307,7 +308,7 @@ async def _held(work: protocol.Packed) -> dict[str, int]:
     held: Counter[str] = Counter()
     if work.refs:
         refs = [ref for _, ref in work.refs]
-        with suppress(RayError):  # an object was lost: the job will raise that
+        with suppress(RayError):  # an object was lost: the job will raise this error
             found = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
             for where in found.values():
                 for node in where["node_ids"]:

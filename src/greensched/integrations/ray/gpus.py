@@ -1,4 +1,4 @@
-"""GPUs: those that Ray assigned to this process, and those of the cluster."""
+"""The GPUs that Ray assigned to this process, and those of the cluster."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import ray
 from greensched.driver import mps
 from greensched.errors import InvalidRequest, NoPool
 
-#: Seconds until released resources show: nodes report them to the head node periodically.
+#: Seconds until released resources show, because nodes report them periodically to the head node.
 SETTLED_S = 3.0
 
 
 def own_gpus() -> list[int]:
     """Return the ordinals, in this process, of the whole GPUs that Ray assigned to its actor.
 
-    Unless it was told not to, Ray sets `CUDA_VISIBLE_DEVICES` before this code runs; either way
-    these are the assigned GPUs. CUDA is not touched.
+    Unless it is told not to, Ray sets `CUDA_VISIBLE_DEVICES` before this code runs; in both cases
+    these are the assigned GPUs. CUDA is not used.
 
     Raises:
-        InvalidRequest: Ray assigned no GPU, part of one, or one that is not visible here.
+        InvalidRequest: Ray assigned no GPU, part of a GPU, or one that is not visible here.
     """
     context = ray.get_runtime_context()
     share = context.get_assigned_resources().get("GPU", 0)
@@ -47,12 +47,12 @@ def own_gpus() -> list[int]:
 
 
 def check_free(pools: int) -> None:
-    """Check that this many more pools can be placed now: otherwise Ray would wait silently.
+    """Check that this many more pools can be placed now; otherwise Ray would wait silently.
 
     Blocks on Ray.
 
     Raises:
-        NoPool: fewer GPUs are free.
+        NoPool: Fewer GPUs are free.
     """
     until = time.monotonic() + SETTLED_S
     while (there := free()) < pools:
@@ -65,21 +65,21 @@ def check_free(pools: int) -> None:
 
 
 def count() -> int:
-    """Return the number of whole GPUs of live nodes that do not drain. Blocks on Ray."""
+    """Return the number of whole GPUs of live nodes that are not draining. Blocks on Ray."""
     leaving = draining()
     alive = (one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in leaving)
     return sum(int(node["Resources"].get("GPU", 0)) for node in alive)
 
 
 def free() -> int:
-    """Return the number of GPUs that are free as far as Ray knows. Blocks on Ray."""
+    """Return the number of GPUs that Ray reports as free. Blocks on Ray."""
     return int(ray.available_resources().get("GPU", 0))
 
 
 def draining() -> dict[str, float]:
-    """Return the nodes that drain, each with its deadline as Unix time; 0: none. Blocks on Ray.
+    """Return the draining nodes with their deadlines as Unix time (0: none). Blocks on Ray.
 
-    Ray has no public function for it (2.60); Ray Serve uses this one's source.
+    Ray has no public function for this (2.60); Ray Serve uses the same source.
     """
     deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
     return {node: milliseconds / 1000 for node, milliseconds in deadlines.items()}

@@ -1,4 +1,4 @@
-"""A pool's statistics as metrics of Ray: on its dashboard, and for Prometheus."""
+"""A pool's statistics as Ray metrics, for its dashboard and for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTERS = {
 
 
 class PoolMetrics:
-    """Metrics named `greensched_...`, with the tag `pool`. In a process of Ray.
+    """Metrics named `greensched_...`, with the tag `pool`. For a process of Ray.
 
     Args:
         name: the value of the tag.
@@ -41,7 +41,7 @@ class PoolMetrics:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def update(self, pool: Pool) -> None:
-        """Record the statistics of now."""
+        """Record the current statistics."""
         has = pool.statistics()
         for key, gauge in self._gauges.items():
             gauge.set(getattr(has, key))

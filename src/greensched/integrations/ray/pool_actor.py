@@ -23,25 +23,25 @@ from greensched.integrations.ray.remote_client import RemoteClient
 
 logger = logging.getLogger("greensched")
 
-#: The most clients of one pool. Each has `connection.CALLS` Ray calls in flight, which must not
-#: queue inside Ray, where they are invisible: `CONCURRENCY` is above their number.
+#: The most clients of one pool. Each client has `connection.CALLS` Ray calls in flight, and none
+#: may queue inside Ray, where it is invisible; so `CONCURRENCY` exceeds their number.
 MOST_CALLERS = 200
 CONCURRENCY = 1000
-#: The most jobs of a pool, including those whose arguments are still being fetched. The pool's own
-#: queue has a bound, too.
+#: The most jobs of a pool, including jobs whose arguments are still being fetched. The pool's own
+#: queue is bounded, too.
 MOST_JOBS = 10_000
 #: Seconds between two checks of the GPU and the clients.
 CHECK = 0.05
-#: Seconds without a batch after which a client counts as dead: several heartbeats, so that a busy
-#: loop of a client is not mistaken for its death.
+#: Seconds without a batch after which a client counts as dead: several heartbeats, so that a client
+#: with a busy loop is not mistaken for a dead one.
 LOST = 5 * protocol.HEARTBEAT
-#: After a device fault: seconds for jobs to end by themselves, and for replies to be fetched.
+#: After a device fault: seconds in which jobs may end by themselves and replies are fetched.
 LAST_S = 1.0
 #: Seconds for Ray to send replies before the process exits.
 SENDING_S = 0.1
 #: The exit status of a process whose GPU failed. Source: sysexits.h, EX_IOERR.
 EXIT = 74
-#: The number of last jobs in the median wait.
+#: How many recent jobs the median wait covers.
 REMEMBERED = 64
 
 
@@ -59,10 +59,10 @@ class Health(NamedTuple):
 
 
 class PoolActor:
-    """One pool of a fleet. Making one touches neither CUDA nor Ray.
+    """One pool of a fleet. The constructor uses neither CUDA nor Ray.
 
     Ray has started its process beforehand and may have forked it, so CUDA is initialised at the
-    first `hello`. Ray calls `health` on a thread of its own (concurrency group `control`), and all
+    first `hello`. Ray calls `health` on a separate thread (concurrency group `control`), and all
     other methods on one loop, which no job should block.
     """
 
@@ -84,8 +84,8 @@ class PoolActor:
         """Open the pool on the GPUs that Ray assigned. Idempotent.
 
         Raises:
-            InvalidRequest: Ray did not assign this process a GPU of its own.
-            Others: as `Pool.open`.
+            InvalidRequest: Ray did not assign this process a whole GPU.
+            Others: As for `Pool.open`.
         """
         async with self._opening:
             if self._pool is None:
@@ -96,12 +96,12 @@ class PoolActor:
                 self._watching = asyncio.create_task(self._watch())
 
     async def hello(self, key: str, version: int) -> PoolInfo:
-        """Register a client under a key; the first one opens the pool.
+        """Register a client under a key. The first client opens the pool.
 
         Raises:
-            VersionSkew: the client speaks another version.
-            QueueFull: there are too many clients.
-            Others: as `open`.
+            VersionSkew: The client speaks another version.
+            QueueFull: There are too many clients.
+            Others: As for `open`.
         """
         if version != protocol.PROTOCOL:
             raise VersionSkew(self.name, protocol.PROTOCOL, version)
@@ -120,10 +120,10 @@ class PoolActor:
         """Handle a client's batch; reply when there is news, or after a heartbeat.
 
         Args:
-            sent: the client's key and a `MessageBatch`, packed; the `ReplyBatch` is, too.
+            sent: The client's key and a `MessageBatch`, packed. The `ReplyBatch` is packed, too.
 
         Returns:
-            None if the client is unknown; then nothing of the batch was handled.
+            None if the client is unknown; then no message of the batch was handled.
         """
         key, batch = protocol.unpack(sent)
         client = self._clients.get(key)
@@ -141,7 +141,7 @@ class PoolActor:
             await self._pool.aclose(grace=grace)
 
     def health(self) -> Health:
-        """Return the health; it works even while the loop is blocked."""
+        """Return the health. Works even while the loop is blocked."""
         is_open = self._pool is not None and self._pool.is_ready and self._failure is None
         return Health(
             name=self.name,
@@ -158,16 +158,16 @@ class PoolActor:
 
     @property
     def pool(self) -> Pool:
-        """The pool, which is open once there is a client."""
+        """The pool. It is open once there is a client."""
         assert self._pool is not None
         return self._pool
 
     def admit(self) -> None:
-        """Check that another job can be accepted.
+        """Check that a further job can be accepted.
 
         Raises:
-            QueueFull: there are too many jobs.
-            DeviceLost: the GPU failed, and the process is about to exit.
+            QueueFull: There are too many jobs.
+            DeviceLost: The GPU failed, and the process is about to exit.
         """
         if self._failure is not None:
             raise DeviceLost(self._failure)
@@ -180,7 +180,7 @@ class PoolActor:
         self._wanted += sms
 
     def job_ended(self, sms: int) -> None:
-        """Count a job out."""
+        """Remove a job from the count."""
         self._jobs -= 1
         self._wanted -= sms
 
@@ -207,17 +207,17 @@ class PoolActor:
     # -- watching ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Check the GPU, also while idle; drop dead clients; send news of the pool's state.
+        """Check the GPU even while idle, drop dead clients, and send changes of the pool's state.
 
-        After a device fault the process exits. Ray takes that for a crash and starts another; it
-        would keep a live actor on a dead GPU.
+        After a device fault the process exits. Ray sees a crash and starts a new process; it would
+        keep a live actor on a dead GPU.
         """
         loop = asyncio.get_running_loop()
         while self._failure is None:
             await asyncio.sleep(CHECK)
             stood_still, self._last_check = self._stalled(), time.monotonic()
             for key, client in [*self._clients.items()]:
-                client.last_batch += stood_still  # what came meanwhile was not heard
+                client.last_batch += stood_still  # batches that came meanwhile were not read
                 if loop.time() - client.last_batch > LOST:
                     logger.warning("%s: a caller was not heard of for %g s", self.name, LOST)
                     await self.goodbye(key)
@@ -241,7 +241,7 @@ class PoolActor:
         os._exit(EXIT)
 
     async def _drain(self, seconds: float) -> None:
-        """Wait until every client has all its outcomes, for at most this long."""
+        """Wait until every client has all its outcomes, but no longer than this."""
         for _ in range(int(seconds / CHECK)):
             if not any(client.is_busy for client in self._clients.values()):
                 return
@@ -253,8 +253,8 @@ class PoolActor:
 def pool_actor(name: str, make: bytes, namespace: str) -> Any:
     """Return the actor of this name, or start it. Blocks on Ray.
 
-    It outlives the program and the supervisor that start it; Ray restarts it where there is a free
-    GPU. Ray retries nothing: whether a job may run twice is for the client to say.
+    It outlives the program and the supervisor that start it. Ray restarts it on any free GPU. Ray
+    retries no call, because only the client knows whether a job may run twice.
     """
     return (
         ray.remote(concurrency_groups={"control": 2})(PoolActor)

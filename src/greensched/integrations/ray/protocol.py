@@ -26,18 +26,19 @@ from greensched.typing import Size
 
 #: Clients and pools of different versions refuse each other. Raise it with every change here.
 PROTOCOL = 4
-#: Seconds after which a batch gets a reply though nothing has ended: it shows the client that the
-#: pool is alive, and the client's next batch shows the pool that the client is.
+#: Seconds after which a batch gets a reply even without news. The reply shows the client that the
+#: pool is alive, and the client's next batch shows the pool that the client is alive.
 HEARTBEAT = 1.0
-#: Bytes from which arrays and results go by reference through Ray's object store. A smaller one is
-#: cheaper to copy with the job: 1 MiB took 3.0 ms in a call, 4 KiB 1.4 ms (Ray 2.60, two cores).
+#: Bytes from which arrays and results go by reference through Ray's object store. Smaller values
+#: are cheaper to copy with the job: a call took 3.0 ms with 1 MiB, 1.4 ms with 4 KiB (Ray 2.60, two
+#: cores).
 LARGE = 1 << 20
-#: Different functions that one client may submit: each stays in every pool as long as the client.
+#: Different functions that one client may submit. Every pool keeps them as long as the client.
 MOST_FUNCTIONS = 1000
 
 
 class Packed(NamedTuple):
-    """A function and its arguments. `refs` are the arguments that are objects of Ray's store."""
+    """A function and its arguments. `refs` are the arguments that are in Ray's object store."""
 
     digest: bytes
     args: bytes
@@ -45,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class LeaseSpec(NamedTuple):
-    """The arguments of `Pool.partition`; `deadline` in seconds from the time of sending."""
+    """The arguments of `Pool.partition`. `deadline` is in seconds from the time of sending."""
 
     sms: Size
     deadline: float | None
@@ -57,7 +58,7 @@ class LeaseSpec(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Run a job on a lease of its own, or on the lease of a session (given by its number)."""
+    """Run a job on its own lease, or on the lease of the session with this number."""
 
     number: int
     work: Packed
@@ -65,14 +66,14 @@ class Run(NamedTuple):
 
 
 class Open(NamedTuple):
-    """Lease SMs for a session, which has this number."""
+    """Lease SMs for a session, which gets this number."""
 
     number: int
     lease: LeaseSpec
 
 
 class Close(NamedTuple):
-    """End a session, and say when its work is done."""
+    """End a session, and report when its work is done."""
 
     number: int
     session: int
@@ -88,7 +89,7 @@ Message = Run | Open | Close | Cancel
 
 
 class MessageBatch(NamedTuple):
-    """The messages of one call. `code` has the functions that are new to the pool."""
+    """The messages of one call. `code` holds the functions that are new to the pool."""
 
     number: int
     messages: Sequence[Message]
@@ -101,8 +102,8 @@ class MessageBatch(NamedTuple):
 class Snapshot(NamedTuple):
     """The state of a pool.
 
-    `wanted`: the SMs of all jobs that have not ended. `wait`: the median seconds that the last jobs
-    were queued.
+    `wanted` is the SMs of all jobs that have not ended. `wait` is the median time in seconds that
+    recent jobs were queued.
     """
 
     is_open: bool
@@ -116,8 +117,8 @@ class Snapshot(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of a message.
 
-    `error` and `value` are packed; `ref` refers to a large value, `handle` to a value that the job
-    itself put into the store. `has_begun` is false if nothing of the job was run.
+    `error` and `value` are packed. `ref` refers to a large value, `handle` to a value that the job
+    itself put into the store. `has_begun` is false if no part of the job ran.
     """
 
     number: int
@@ -129,7 +130,7 @@ class Outcome(NamedTuple):
 
 
 class ReplyBatch(NamedTuple):
-    """The outcomes since the last reply, and the pool's state; `received` is a batch's number."""
+    """The outcomes since the last reply, and the pool's state. `received` is a batch's number."""
 
     received: int
     outcomes: Sequence[Outcome]
@@ -137,10 +138,10 @@ class ReplyBatch(NamedTuple):
 
 
 def pack(sent: tuple[str, MessageBatch] | ReplyBatch) -> Any:
-    """Pack what goes in one Ray call: as bytes, which Ray sends as they are.
+    """Pack the content of one Ray call as bytes, which Ray sends unchanged.
 
-    With other objects an empty job, alone, took a fifth longer (Ray 2.60, two cores). But Ray must
-    see the references to objects of its store: what has some goes as it is.
+    With other objects a single empty job took a fifth longer (Ray 2.60, two cores). But Ray must
+    see references to objects of its store, so content with references is not packed.
     """
     if isinstance(sent, ReplyBatch):
         has_refs = any(outcome.ref or outcome.handle for outcome in sent.outcomes)
@@ -155,7 +156,7 @@ def unpack(sent: Any) -> Any:
 
 
 class PoolInfo(NamedTuple):
-    """The identity of a pool. `most`: the SMs of one lease."""
+    """The identity of a pool. `most` is the most SMs of one lease."""
 
     name: str
     node: str
@@ -167,7 +168,7 @@ class PoolInfo(NamedTuple):
 
 
 class Functions:
-    """A client's functions, each packed once: later changes of its closure are not sent."""
+    """A client's functions. Each is packed once; later changes of its closure are not sent."""
 
     def __init__(self) -> None:
         self.code: dict[bytes, bytes] = {}
@@ -177,11 +178,11 @@ class Functions:
         """Return the digest by which messages name a function.
 
         Raises:
-            InvalidRequest: it is not a function, cannot be packed, or is one too many.
+            InvalidRequest: It is not a function, cannot be packed, or exceeds the limit.
         """
         try:
             known = self._digests.get(function)
-        except TypeError:  # neither a function nor anything like one
+        except TypeError:  # not even similar to a function
             known = None
         if known is not None:
             return known
@@ -204,7 +205,7 @@ async def pack_job(functions: Functions, job: Callable[..., Any], args: Sequence
     """Pack a job with its arguments; a thread puts large arrays into Ray's store.
 
     Raises:
-        InvalidRequest: the function, or an argument, cannot be packed.
+        InvalidRequest: The function or an argument cannot be packed.
     """
     given = list(args)
     refs: list[tuple[int, ObjectRef]] = []
@@ -225,7 +226,7 @@ def _dumps(value: object) -> bytes:
 
 
 async def load_arguments(work: Packed) -> list[Any]:
-    """Unpack the arguments of a job; those in Ray's store are fetched, and are read-only."""
+    """Unpack a job's arguments. Those in Ray's store are fetched, and are read-only."""
     args: list[Any] = pickle.loads(work.args) if work.args else []
     for place, ref in work.refs:
         args[place] = await ref
@@ -233,7 +234,7 @@ async def load_arguments(work: Packed) -> list[Any]:
 
 
 def is_async_job(function: Callable[..., Any]) -> bool:
-    """Say whether a job is awaited and gets its partition; otherwise it is a blocking call."""
+    """Say whether a job is awaited and gets its partition, or is a blocking call."""
     return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "func", None))
 
 
@@ -241,7 +242,7 @@ def least_sms(sms: object) -> int:
     """Return the least SMs that satisfy a size.
 
     Raises:
-        InvalidSize: it is not a size.
+        InvalidSize: It is not a size.
     """
     if sms in (ALL, REST):
         return 1
@@ -255,7 +256,7 @@ def least_sms(sms: object) -> int:
 
 
 async def success(number: int, value: object) -> Outcome:
-    """Pack a job's result, a large one by reference; it is a failure if it cannot be packed."""
+    """Pack a job's result, by reference if large. The outcome is a failure if packing fails."""
     if value is None:
         return Outcome(number)
     if isinstance(value, ObjectRef):
@@ -272,7 +273,7 @@ def failure(number: int, error: BaseException, *, has_begun: bool) -> Outcome:
     """Pack a job's error and traceback; an error that cannot be sent becomes a `JobFailed`."""
     where = "".join(traceback.format_exception(error))
     sent: BaseException = JobFailed(f"the job raised {type(error).__name__}: {error}")
-    if isinstance(error, Exception):  # CancelledError and SystemExit must not act on this side
+    if isinstance(error, Exception):  # CancelledError and SystemExit must not act in the client
         try:
             pickle.loads(cloudpickle.dumps(error))
             sent = error
@@ -285,7 +286,7 @@ def unpack_value(value: bytes) -> Any:
     """Unpack a result.
 
     Raises:
-        JobFailed: it cannot be unpacked here, for example because a module is missing.
+        JobFailed: It cannot be unpacked here, for example because a module is missing.
     """
     try:
         return pickle.loads(value) if value else None
@@ -294,7 +295,7 @@ def unpack_value(value: bytes) -> Any:
 
 
 def unpack_error(outcome: Outcome, pool: str) -> Exception:
-    """Unpack the error of a failure; a note has its traceback."""
+    """Unpack the error of a failure, with its traceback as a note."""
     try:
         error, where = pickle.loads(outcome.error)
     except Exception as unknown:

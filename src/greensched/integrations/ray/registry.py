@@ -1,4 +1,4 @@
-"""The pools of a fleet as one program sees them: its connections, and the supervisor's word."""
+"""One program's view of a fleet: connections to its pools, and the supervisor's reports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from greensched.integrations.ray.supervisor import Membership, find_supervisor
 
 logger = logging.getLogger("greensched")
 
-#: Seconds between two attempts to reach a pool, or the supervisor, that is away. A call costs 1 ms.
+#: Seconds between attempts to reach a pool or supervisor that is away. A call costs 1 ms.
 RECONNECT = 0.05
-#: The same, for a pool that runs and does not open.
+#: The same for a pool whose process runs but does not open.
 RETRY_OPEN = 1.0
 
 
@@ -47,9 +47,9 @@ class PoolRegistry:
         self._program = uuid.uuid4().hex
         self._supervisor: Any = None
         self.handles: dict[str, Any] = {}
-        #: The connections to pools that are not away.
+        #: The connections to the pools that are not away.
         self.connections: dict[str, PoolConnection] = {}
-        #: The most SMs of one lease of each pool, including those that are away.
+        #: The most SMs of one lease, for each pool, including pools that are away.
         self.most: dict[str, int] = {}
         self._maintaining: dict[str, asyncio.Task[None]] = {}
         self._first: dict[str, asyncio.Future[None]] = {}
@@ -75,7 +75,7 @@ class PoolRegistry:
         self.close()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
-            with suppress(RayError):  # it has ended
+            with suppress(RayError):  # the supervisor has ended
                 await supervisor.leave.remote(self._program)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class PoolRegistry:
         """Find the supervisor, or start it, and join. Raises as `Fleet.__aenter__`."""
         make = None if self._make is None else cloudpickle.dumps(self._make)
         while True:
-            with suppress(RayActorError):  # it is ending
+            with suppress(RayActorError):  # the supervisor is ending
                 self._supervisor = await asyncio.to_thread(
                     find_supervisor, self._name, make, self._wanted, detached=self._detached
                 )
@@ -123,11 +123,13 @@ class PoolRegistry:
             await asyncio.sleep(RECONNECT)
 
     async def _follow(self, version: int) -> None:
-        """Hear which pools there are, until the fleet is stopped. It shows that this program is."""
+        """Follow the pools until the fleet is stopped. Shows that this program lives."""
         while True:
             try:
                 found = await self._supervisor.members.remote(self._program, version)
-                if found is None:  # it was restarted, or this program was silent for too long
+                if (
+                    found is None
+                ):  # it was restarted, or heard nothing from this program for too long
                     found = await self._join()
             except (RayError, NoPool) as error:
                 logger.warning("the fleet %r has no supervisor now: %s", self._name, error)
@@ -142,7 +144,7 @@ class PoolRegistry:
                 self._update(found)
 
     def _update(self, found: Membership) -> None:
-        """Connect to new pools, and drop those that have ended."""
+        """Connect to new pools, and drop pools that have ended."""
         for name in self.handles.keys() - found.pools.keys():
             self._maintaining.pop(name).cancel()
             del self.handles[name]
@@ -171,7 +173,7 @@ class PoolRegistry:
             logger.warning("%s is away: %s", name, connection.closed.result())
 
     async def _connect(self, name: str, handle: Any) -> PoolConnection:
-        """Connect to a pool, trying until it replies."""
+        """Connect to a pool; try until it replies."""
         while True:
             key = uuid.uuid4().hex
             try:
@@ -185,10 +187,10 @@ class PoolRegistry:
                 return PoolConnection(handle, key, info, self._code)
 
     def _reject(self, name: str, error: BaseException) -> None:
-        """Report that a pool cannot be used: to `open` at first, to the log later."""
+        """Report that a pool cannot be used: at first to `open`, later in the log."""
         first = self._first[name]
         if first.done():
             logger.warning("%s cannot be used: %s", name, error)
         else:
             first.set_exception(error)
-            first.exception()  # marked as retrieved: several may fail, and `open` raises one
+            first.exception()  # marks it as retrieved: several may fail, but `open` raises only one

@@ -34,8 +34,8 @@ class PoolActorView(Protocol):
 class RemoteClient:
     """A client of a pool. All methods run on the pool's loop.
 
-    At most one batch waits here, the newest: it gets its reply when something has ended, when the
-    pool's state has changed, or after a heartbeat. An older one gets its reply when a newer one
+    At most one batch waits here, the newest. It gets its reply when something has ended, when the
+    pool's state has changed, or after a heartbeat. An older batch gets its reply when a newer batch
     comes, so that the client can always send another.
     """
 
@@ -44,7 +44,7 @@ class RemoteClient:
         self._loop = asyncio.get_running_loop()
         self.last_batch = self._loop.time()
         self._next_batch = 0
-        #: Batches that overtook others, by number.
+        #: Batches that arrived before their predecessors, by number.
         self._early: dict[int, asyncio.Future[None]] = {}
         self._wakeup: asyncio.Future[None] | None = None
         self._ended: list[Outcome] = []
@@ -100,13 +100,13 @@ class RemoteClient:
         return bool(self._tasks or self._ended)
 
     def close(self) -> None:
-        """Cancel all jobs: queued ones leave the queue, kernels that run are left to their end."""
+        """Cancel all jobs. Queued jobs leave the queue; running kernels run to their end."""
         for task in [*self._tasks.values()]:
             task.cancel()
         self.wake()
 
     def fail(self, error: BaseException) -> None:
-        """Fail every job with this error, whether or not it can be stopped."""
+        """Fail every job with this error, even jobs that cannot be stopped."""
         for number, task in [*self._tasks.items()]:
             task.cancel()
             self._add_outcome(protocol.failure(number, error, has_begun=True))
@@ -143,7 +143,7 @@ class RemoteClient:
         task.add_done_callback(ended)
 
     def _add_outcome(self, outcome: Outcome) -> None:
-        """Add an outcome; all of the same turn of the loop go in one reply."""
+        """Add an outcome. All outcomes of one turn of the loop go in one reply."""
         self._ended.append(outcome)
         self._loop.call_soon(self.wake)
 
@@ -199,7 +199,7 @@ class RemoteClient:
     # -- sessions ----------------------------------------------------------------------------------
 
     async def _hold_session(self, message: protocol.Open) -> None:
-        """Hold a session's lease from its grant to its end; report both."""
+        """Hold a session's lease from its grant to its end, and report both."""
         number, was_granted = message.number, False
         try:
             self._actor.admit()
@@ -234,7 +234,7 @@ class RemoteClient:
 
 
 class _Session(NamedTuple):
-    """A lease that a client holds; `closed_by` gets the number of the message that ends it."""
+    """A client's lease. `closed_by` gets the number of the message that ends it."""
 
     partition: Partition
     closed_by: asyncio.Future[int]
@@ -245,7 +245,7 @@ async def _perform(p: Partition, function: Callable[..., Any], args: list[Any]) 
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Say whether the current task was cancelled, not only something that the job awaited."""
+    """Say whether the current task was cancelled, and not just something that it awaited."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 

@@ -1,4 +1,4 @@
-"""A pool in a replica of Ray Serve: its GPUs, health and load, and the options to deploy it.
+"""A pool in each replica of Ray Serve: GPUs, health, load, and deployment options.
 
     @serve.deployment(**serve_options(slots=8, max_waiting=64))
     @serve.ingress(app)  # with the middleware asgi.PoolErrors
@@ -29,21 +29,21 @@ from greensched.integrations.ray.pool_actor import EXIT
 
 logger = logging.getLogger("greensched")
 
-#: Seconds between two checks of the GPU: a replica on a failed GPU refuses faster than others
-#: serve, so that it attracts requests while it lives.
+#: Seconds between two checks of the GPU. A replica on a failed GPU refuses requests faster than
+#: other replicas serve them, so it attracts requests until it exits.
 CHECK = 0.01
 #: Seconds between two updates of the metrics.
 METRICS_S = 1.0
-#: The fraction of a GPU's SMs that `scale_by_sms` keeps in demand: the rest absorbs bursts for the
-#: seconds that another replica takes to start.
+#: The fraction of a GPU's SMs that `scale_by_sms` keeps in demand. The rest absorbs bursts during
+#: the seconds in which a further replica starts.
 IN_DEMAND = 0.8
 
 
 class LeastBusyRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """Send each request to the less busy of two random replicas, wherever they are.
 
-    Serve's own router prefers replicas on the node of the proxy until they are full: with a GPU on
-    each node, other GPUs would idle meanwhile.
+    Serve's own router prefers replicas on the proxy's node until they are full. With a GPU on
+    each node, other GPUs would be idle meanwhile.
     """
 
     async def choose_replicas(
@@ -51,7 +51,7 @@ class LeastBusyRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is
         candidate_replicas: list[Any],
         pending_request: Any = None,  # noqa: ARG002  Serve gives it by name
     ) -> list[list[Any]]:
-        """Return the two; the one with fewer requests gets it."""
+        """Return two replicas; the one with fewer requests gets the request."""
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
@@ -59,16 +59,16 @@ def serve_options(slots: int, max_waiting: int, gpus: int = 1) -> dict[str, Any]
     """Return the options of `serve.deployment` for a pool in each replica.
 
     A replica accepts as many requests as its pool can run and queue. If it accepted more, its pool
-    would refuse with 429 what another replica could run. Beyond that, as many requests wait in the
+    would refuse with 429 requests that another replica could run. As many again wait in the
     proxy, and Serve answers further ones with 503.
 
     Args:
-        slots: the requests that run at once: the GPU's SMs over those of a request, rounded down.
+        slots: The requests that run at once: the GPU's SMs divided by a request's, rounded down.
         max_waiting: the same as for `Pool`.
         gpus: the GPUs of each replica.
 
     Raises:
-        InvalidRequest: one of them is not a whole number, or too small.
+        InvalidRequest: A value is not a whole number, or too small.
     """
     for name, value, least in (("slots", slots, 1), ("max_waiting", max_waiting, 0)):
         if type(value) is not int or value < least:
@@ -96,10 +96,10 @@ def scale_by_sms(context: Any) -> tuple[float, dict[str, Any]]:
 
 
 class PoolReplica:
-    """A replica with a pool on the GPUs that Ray assigned; a base for a deployment's class.
+    """A replica with a pool on the GPUs that Ray assigned. Base class for a deployment's class.
 
-    At its end Serve lets it finish accepted requests, then ends the process and with it the pool.
-    If a GPU fails, the process exits at once, with status 74, and Serve starts another.
+    When Serve stops it, it finishes accepted requests, then the process ends with its pool. If a
+    GPU fails, the process exits at once, with status 74, and Serve starts another.
 
     Attributes:
         pool: the pool, open before the first request.
@@ -112,8 +112,8 @@ class PoolReplica:
             make: makes the pool from `devices=`, for example a `functools.partial` of `Pool`.
 
         Raises:
-            InvalidRequest: the deployment's `ray_actor_options` have no whole `"num_gpus"`.
-            Others: as `Pool.open`.
+            InvalidRequest: The deployment's `ray_actor_options` have no whole `"num_gpus"`.
+            Others: As for `Pool.open`.
         """
         self.pool = make(devices=own_gpus())
         await self.pool.open()
@@ -135,16 +135,16 @@ class PoolReplica:
             os._exit(EXIT)
 
     async def check_health(self) -> None:
-        """Check the GPU, without waiting for SMs; a failed one ends the process."""
+        """Check the GPU without waiting for SMs; end the process if it has failed."""
         self._exit_if_failed()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report the load to an autoscaling policy: Serve counts requests and does not see SMs.
+        """Report the load to an autoscaling policy, because Serve counts requests, not SMs.
 
         Returns:
             `sms`: the fraction of SMs that are leased or draining. `waiting`: queued requests.
-            `sms_in_demand`: the fraction that requests hold or wait for, if those that wait need as
-            much as those that run.
+            `sms_in_demand`: the fraction of SMs that running and queued requests need, if a queued
+            request needs as much as a running one.
         """
         has = self.pool.statistics()
         used = (has.sms_leased + has.sms_draining) / has.sms_total

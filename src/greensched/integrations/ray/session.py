@@ -13,10 +13,10 @@ from greensched.integrations.ray.deadlines import reply_within, result_of
 
 
 class Session:
-    """A lease on one pool for one program; made by `fleet.partition(...)`.
+    """A lease on one pool for one program. Made by `fleet.partition(...)`.
 
-    Its SMs are released when the block is left by an error or a cancellation, or when the pool
-    misses the program's heartbeats, once the work that runs there has ended. A session never moves
+    If an error or a cancellation leaves the block, or the pool misses the program's heartbeats, its
+    SMs are released once the work that runs there has ended. A session never moves
     to another pool: if its pool is lost, it raises `PoolLost`.
     """
 
@@ -32,11 +32,11 @@ class Session:
         self._is_entered = False
 
     async def __aenter__(self) -> Self:
-        """Wait for the SMs; a cancellation leaves nothing behind.
+        """Wait for the SMs. A cancellation leaves nothing behind.
 
         Raises:
-            TooManySMs, QueueFull, NoPool, FleetTimeout: as `Fleet.submit`.
-            InvalidRequest: it was entered already.
+            TooManySMs, QueueFull, NoPool, FleetTimeout: As for `Fleet.submit`.
+            InvalidRequest: The session was entered already.
         """
         if self._is_entered:
             raise InvalidRequest(
@@ -49,10 +49,10 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """End the lease. Left normally, it waits for the work and raises its unretrieved error.
+        """End the lease. At a normal end, wait for the work and raise its unretrieved error.
 
         Raises:
-            PoolLost: the pool was lost meanwhile.
+            PoolLost: The pool was lost meanwhile.
         """
         connection, self._connection = self._open_connection(), None
         if kind is None:
@@ -66,17 +66,17 @@ class Session:
     ) -> Any:
         """Run a job on the session's SMs, and wait for its result; see `Fleet.submit`.
 
-        Jobs that are awaited together run concurrently. A job is never retried.
+        Jobs that are awaited together run concurrently. Jobs are never retried.
 
         Args:
-            job, args: as for `Fleet.submit`.
-            deadline: seconds until the result must be here.
+            job, args: As for `Fleet.submit`.
+            deadline: Seconds within which the result must arrive.
 
-        Raises:
-            PartitionClosed: outside of the block.
-            FleetTimeout: the deadline passed; it may have run.
-            PoolLost: the pool was lost, and it may have run.
-            Others: as the job.
+            es:
+            PartitionClosed: The block has not begun, or has ended.
+            FleetTimeout: The deadline passed; the job may have run.
+            PoolLost: The pool was lost; the job may have run.
+            Others: Errors of the job.
         """
         connection = self._open_connection()
         async with reply_within(deadline):
@@ -88,13 +88,13 @@ class Session:
 
     @property
     def sm_count(self) -> int:
-        """The SMs that were granted."""
+        """The number of granted SMs."""
         self._open_connection()
         return self._sm_count
 
     @property
     def pool(self) -> str:
-        """The name of its pool."""
+        """The name of the pool."""
         return self._open_connection().name
 
     def _open_connection(self) -> PoolConnection:

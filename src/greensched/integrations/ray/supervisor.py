@@ -1,7 +1,7 @@
 """The supervisor of a fleet: an actor that starts, replaces and ends its pools for all programs.
 
-It is on the head node, which Ray cannot lose without losing the cluster, and outlives the program
-that started it. Ray restarts the processes of pools; the supervisor decides how many there are.
+It runs on the head node, whose loss ends the Ray cluster anyway, and outlives the program that
+started it. Ray restarts the processes of pools; the supervisor decides how many pools there are.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ logger = logging.getLogger("greensched")
 NAMESPACE = "greensched"
 #: Seconds between two looks at the cluster.
 PERIOD = 0.5
-#: Seconds for a pool's process to reply; a pool that does not is away.
+#: Seconds in which a pool's process must reply; otherwise the pool is away.
 REPLY_S = 1.0
-#: Seconds with free GPUs before one gets a pool: others may be about to use it.
+#: Seconds for which a GPU must be free before it gets a pool, because a program may want it.
 SPARE_S = 5.0
-#: Seconds for the replacement of a pool to open, before the pool on a draining node is closed.
+#: Seconds in which the replacement of a pool may open, before the pool on a draining node is
+#: closed.
 READY_S = 5.0
-#: Seconds that jobs on a draining node have, if it has no deadline.
+#: Seconds that jobs on a draining node have if the node has no deadline.
 DRAIN_S = 30.0
-#: Seconds before a node's deadline at which its pool has ended.
+#: How many seconds before a node's deadline its pool has ended.
 MARGIN_S = 1.0
-#: Seconds without a word from a program after which it counts as dead: longer than its loop should
-#: ever be blocked, since the fleet ends with its last program.
+#: Seconds without a message from a program after which it counts as dead: longer than its loop
+#: should ever be blocked, because the fleet ends with its last program.
 UNUSED_S = 10.0
 
 
 class Membership(NamedTuple):
-    """The pools of a fleet: an actor by name. `version` grows with every change."""
+    """The pools of a fleet: actors by name. `version` grows with every change."""
 
     version: int
     pools: Mapping[str, Any]
@@ -50,22 +51,22 @@ class Membership(NamedTuple):
 
 
 class Supervisor:
-    """The supervisor of one fleet. Making one does nothing yet.
+    """The supervisor of one fleet. The constructor does nothing else.
 
     Args:
-        name: the fleet's.
-        make: makes a pool; pickled, so that its modules are imported in pools only.
-        wanted: the number of pools; None: one on each GPU of the cluster.
-        detached: whether the pools outlive all programs.
+        name: The name of the fleet.
+        make: Makes a pool; pickled, so that only pools import its modules.
+        wanted: The number of pools. None: one on each GPU of the cluster.
+        detached: Whether the pools outlive all programs.
     """
 
     def __init__(self, name: str, make: bytes, wanted: int | None, detached: bool) -> None:
         self._name, self._make, self._wanted, self._detached = name, make, wanted, detached
         self._pools: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
-        #: Pools on draining nodes, and what closes them.
+        #: Pools on draining nodes, and the tasks that close them.
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        #: When each program was last heard of.
+        #: When each program last sent a message.
         self._programs: dict[str, float] = {}
         self._spare_since: float | None = None
         self._version = 0
@@ -81,7 +82,7 @@ class Supervisor:
         """Add a program, and start missing pools.
 
         Raises:
-            NoPool: there are not enough free GPUs.
+            NoPool: There are not enough free GPUs.
         """
         self._programs[program] = time.monotonic()
         async with self._filling:
@@ -94,10 +95,10 @@ class Supervisor:
         return self._membership()
 
     async def members(self, program: str, version: int) -> Membership | None:
-        """Return the pools once there are others than in a version, or after a heartbeat.
+        """Return the pools once they differ from a version, or after a heartbeat.
 
         Returns:
-            None if the program is unknown: it has to join again.
+            None if the program is unknown: it must join again.
         """
         if program not in self._programs:
             return None
@@ -108,13 +109,13 @@ class Supervisor:
         return self._membership()
 
     async def leave(self, program: str) -> None:
-        """Remove a program; the last one ends the fleet, unless that is detached."""
+        """Remove a program. The last one ends the fleet, unless the fleet is detached."""
         self._programs.pop(program, None)
         if not self._programs and not (self._detached and self._pools):
             await self.stop(0)
 
     async def stop(self, grace: float) -> None:
-        """Close every pool, and end: queued jobs fail, and leases may end within the grace."""
+        """Close every pool, then exit. Queued jobs fail, and leases may end within the grace."""
         self._is_stopped = True
         self._notify()
         if self._tending is not None:
@@ -123,7 +124,7 @@ class Supervisor:
         self._ending = asyncio.create_task(self._exit())
 
     async def _exit(self) -> None:
-        """End the process, once Ray has sent the replies."""
+        """End the process once Ray has sent the replies."""
         handle = ray.get_runtime_context().current_actor
         await asyncio.sleep(SENDING_S)
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
@@ -139,7 +140,7 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def _missing(self) -> int:
-        """Return how many pools are missing, beside those that leave; below 0: too many."""
+        """Return how many pools are missing, not counting leaving ones; negative: too many."""
         wanted = self._wanted
         if wanted is None:
             wanted = await asyncio.to_thread(gpus.count)
@@ -160,9 +161,9 @@ class Supervisor:
         return f"{self._name}/{place}"
 
     async def _end(self, name: str, grace: float) -> None:
-        """Close a pool, and end its process for good."""
+        """Close a pool, and end its process permanently."""
         handle = self._pools[name]
-        with suppress(RayError, TimeoutError):  # it is away, or has ended already
+        with suppress(RayError, TimeoutError):  # the pool is away, or has ended already
             await asyncio.wait_for(handle.stop.remote(grace), grace + REPLY_S)
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
         self._forget(name)
@@ -176,7 +177,7 @@ class Supervisor:
     # -- the cluster -------------------------------------------------------------------------------
 
     async def _tend(self) -> None:
-        """Keep the pools in number, and end the fleet once no program uses it."""
+        """Keep the number of pools right, and end the fleet once no program uses it."""
         while self._programs or self._detached:
             await asyncio.sleep(PERIOD)
             now = time.monotonic()
@@ -201,13 +202,15 @@ class Supervisor:
                 self._leaving[name] = asyncio.create_task(self._retire(name, deadline))
             missing = await self._missing()
             if self._wanted is None:
-                for name in away[: max(0, -missing)]:  # its GPU is lost, and would be asked for
+                for name in away[
+                    : max(0, -missing)
+                ]:  # their GPUs are lost; Ray would ask for others
                     await self._end(name, 0)
                 missing = await self._spare(missing) if not away else 0
             await self._start(max(0, missing))
 
     async def _reply(self, name: str, handle: Any) -> bool:
-        """Return whether a pool's process replies; one that Ray has given up is dropped."""
+        """Return whether a pool's process replies. Forget a pool that Ray has given up."""
         try:
             asked = handle.health.options(concurrency_group="control").remote()
             self._nodes[name] = (await asyncio.wait_for(asked, REPLY_S)).node
@@ -218,7 +221,7 @@ class Supervisor:
         return True
 
     async def _spare(self, missing: int) -> int:
-        """Return how many of the missing pools have had a free GPU for some time."""
+        """Return how many of the missing pools could have had a free GPU for some time."""
         free = await asyncio.to_thread(gpus.free) if missing > 0 else 0
         if free <= 0:
             self._spare_since = None
@@ -228,7 +231,7 @@ class Supervisor:
         return min(free, missing) if time.monotonic() - self._spare_since >= SPARE_S else 0
 
     async def _draining(self) -> dict[str, float]:
-        """Return pools on nodes that drain, newly, each with the seconds that it has."""
+        """Return the pools on newly draining nodes, each with the seconds that it has left."""
         deadlines = await asyncio.to_thread(gpus.draining)
         now = time.time()
         return {
@@ -238,12 +241,12 @@ class Supervisor:
         }
 
     async def _retire(self, name: str, seconds: float) -> None:
-        """Close a pool on a draining node, once the others are open: one may replace it."""
+        """Close a pool on a draining node, once its possible replacement is open."""
         ends = time.monotonic() + seconds - MARGIN_S
-        async with self._filling:  # which starts the replacement
+        async with self._filling:  # the replacement is started under this lock
             others = [self._pools[key] for key in self._pools.keys() - self._leaving.keys()]
         opened = asyncio.gather(*(handle.open.remote() for handle in others))
-        with suppress(RayError, TimeoutError):  # there may be no GPU for another
+        with suppress(RayError, TimeoutError):  # there may be no GPU for the replacement
             await asyncio.wait_for(opened, min(READY_S, seconds / 4))
         await self._end(name, max(0.0, ends - time.monotonic()))
 
@@ -254,16 +257,16 @@ def find_pools(fleet: str) -> dict[str, Any]:
     found = {}
     for one in named:
         if one["namespace"] == NAMESPACE and one["name"].startswith(f"{fleet}/"):
-            with suppress(ValueError):  # it has ended since
+            with suppress(ValueError):  # it has ended meanwhile
                 found[one["name"]] = ray.get_actor(one["name"], NAMESPACE)
     return found
 
 
 def find_supervisor(name: str, make: bytes | None, wanted: int | None, *, detached: bool) -> Any:
-    """Return the supervisor of a fleet, or start it if there is `make`. Blocks on Ray.
+    """Return the supervisor of a fleet; start it if `make` is given. Blocks on Ray.
 
     Raises:
-        NoPool: Ray is not connected; or there is no supervisor, and no `make`.
+        NoPool: Ray is not connected, or there is neither a supervisor nor `make`.
     """
     if not ray.is_initialized():
         raise NoPool("Ray is not connected: call ray.init(...) first")
