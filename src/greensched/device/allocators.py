@@ -1,12 +1,12 @@
 """Allocators of device memory and of pinned host memory. Any thread may call them.
 
-1. Device memory comes from one stream-ordered pool that never shrinks. Growing it may block:
-   where `would_grow` says so, an executor's thread allocates.
+1. Device memory comes from one stream-ordered pool that never shrinks. Growing it may block, so if
+   `would_grow` is true, an executor's thread allocates.
 2. A buffer closed while the device still uses it waits in `_closed` until its tickets are reached.
-   Device memory is then freed on a stream of its own, and counts as available when that stream
-   has done so; pinned memory is used again.
-3. Pinned memory returns to the driver at the end only: cuMemHostUnregister waits until nothing
-   runs on the device (seen on an H200, driver 580), whichever thread calls it.
+   Device memory is then freed on a separate stream, and is available again once that stream has
+   freed it; pinned memory is reused.
+3. Pinned memory returns to the driver only at the end, because cuMemHostUnregister waits until the
+   device is idle (seen on an H200, driver 580), on whatever thread.
 4. Destructors only append to a list.
 """
 
@@ -35,7 +35,7 @@ from greensched.errors import BufferClosed, CUDAError, OutOfMemory
 
 logger = logging.getLogger("greensched")
 
-#: cuMemAllocFromPoolAsync returns multiples of 512 bytes (seen; the manual says 256 at least).
+#: cuMemAllocFromPoolAsync returns multiples of 512 bytes (observed; the manual promises 256).
 GRAIN = 512
 #: All of the host's memory: no more can ever be pinned.
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -60,7 +60,7 @@ class _Allocator:
 
 
 class DeviceAllocator(_Allocator):
-    """Allocates device memory from one pool of the driver's. May block."""
+    """Allocates device memory from one pool of the driver. May block."""
 
     def __init__(self, primary: Context, words: TicketMemory) -> None:
         super().__init__(primary)
@@ -74,9 +74,9 @@ class DeviceAllocator(_Allocator):
         self._live: dict[int, int] = {}
         self._closed: deque[tuple[int, int, tuple[Use, ...]]] = deque()
         self._freed: deque[tuple[int, int]] = deque()
-        #: By device: whether it can reach this memory.
+        #: For each other device, whether it can access this memory.
         self._peers: dict[int, bool] = {}
-        #: Up to which ticket streams of other devices use this memory.
+        #: The tickets up to which streams of other devices use this memory.
         self._peer_uses: dict[TicketedStream, int] = {}
 
     # -- allocating --------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ class DeviceAllocator(_Allocator):
         ticket: int,
         quota: MemoryQuota | None = None,
     ) -> Buffer:
-        """Allocate a buffer for work on `stream` from now on, and for other work behind `ticket`.
+        """Allocate a buffer, for work on `stream` from now on and for other work after `ticket`.
 
         It counts against the quota until it is closed.
 
         Raises:
-            OutOfMemory: with the bytes requested, free and total; nothing is lost.
+            OutOfMemory: Carries the bytes requested, free and total; nothing is lost.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if quota is not None:
@@ -144,10 +144,10 @@ class DeviceAllocator(_Allocator):
             raise OutOfMemory("allocate", nbytes, free + unused, total) from error
 
     def reserve(self, nbytes: int) -> None:
-        """Have the pool take bytes of the device now, for good. Blocks.
+        """Have the pool take bytes of the device now, permanently. Blocks.
 
         Raises:
-            OutOfMemory: as `allocate`.
+            OutOfMemory: As for `allocate`.
         """
         if nbytes:
             stream = self._free_stream.stream
@@ -159,11 +159,11 @@ class DeviceAllocator(_Allocator):
     # -- other devices ---------------------------------------------------------------------------
 
     def peer_enabled(self, device_id: int) -> bool | None:
-        """Whether another device can reach this memory; None: not known yet. Never blocks."""
+        """Whether another device can access this memory; None: unknown yet. Never blocks."""
         return self._peers.get(device_id)
 
     def enable_peer(self, device_id: int) -> bool:
-        """Let another device reach this memory, if it can. The first time may block."""
+        """Let another device access this memory, if it can. The first call may block."""
         enabled = self._peers.get(device_id)
         if enabled is None:
             enabled = self._driver.can_access_peer(device_id, self.device_id)
@@ -188,7 +188,7 @@ class DeviceAllocator(_Allocator):
     # -- freeing -----------------------------------------------------------------------------------
 
     def give_back(self, address: int, nbytes: int, uses: tuple[Use, ...]) -> None:
-        """Take memory back behind its uses. Called by destructors: it only appends."""
+        """Queue memory for reuse after its uses. Safe in destructors, because it only appends."""
         self._closed.append((address, nbytes, uses))
 
     def reap(self) -> None:
@@ -220,7 +220,7 @@ class DeviceAllocator(_Allocator):
                     self._driver.free(address, self._free_stream.stream.handle)
                     del self._live[address]
                     freed += _rounded(ready.pop()[1])
-        except CUDAError as error:  # not the caller's error; the poller's sweep reports a fault
+        except CUDAError as error:  # not the caller's error; the poller's check reports a fault
             logger.warning("device memory could not be given back yet: %s", error)
             self._closed.extend((address, nbytes, ()) for address, nbytes in ready)
         if freed:
@@ -229,7 +229,7 @@ class DeviceAllocator(_Allocator):
             self._freed.append((ticket, freed))
 
     def close(self) -> None:
-        """Destroy the pool and every buffer of it; the device must have no work. May block."""
+        """Destroy the pool and all its buffers. The device must be idle. May block."""
         with self._lock:
             self.is_closed = True
         run_all(
@@ -249,17 +249,17 @@ class DeviceAllocator(_Allocator):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, or not freed yet."""
+        """Bytes that are in use or not freed yet."""
         return self._used
 
 
 class PinnedAllocator(_Allocator):
-    """Allocates pinned host memory for one device; each piece is registered once and reused."""
+    """Allocates pinned host memory for one device. Each piece is registered once and reused."""
 
     def __init__(self, primary: Context) -> None:
         super().__init__(primary)
         self._live: list[HostMemory] = []
-        #: Free pieces, by their size: a power of two.
+        #: Free pieces by size, a power of two.
         self._free: dict[int, list[HostMemory]] = {}
         self._closed: deque[tuple[HostMemory, tuple[Use, ...]]] = deque()
 
@@ -267,10 +267,10 @@ class PinnedAllocator(_Allocator):
         """Allocate a zeroed buffer. May block.
 
         Raises:
-            OutOfMemory: the host has less in total, or at the moment.
+            OutOfMemory: The host has less memory in total, or less is free now.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _HOST_BYTES:  # refused before the driver tries to pin it, page by page
+        if nbytes > _HOST_BYTES:  # refused before the driver tries to pin all pages
             raise _out_of_host_memory(nbytes)
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
         with self._lock:
@@ -287,7 +287,7 @@ class PinnedAllocator(_Allocator):
         return PinnedBuffer(self, host, shape, dtype)
 
     def give_back(self, host: HostMemory, uses: tuple[Use, ...]) -> None:
-        """Take memory back behind its uses. Called by destructors: it only appends."""
+        """Queue memory for reuse after its uses. Safe in destructors, because it only appends."""
         self._closed.append((host, uses))
 
     def _reap_locked(self) -> None:
@@ -300,7 +300,7 @@ class PinnedAllocator(_Allocator):
                 self._closed.append((host, uses))
 
     def close(self) -> None:
-        """Return all of it to the driver; the device must have no work. May block."""
+        """Return all memory to the driver. The device must be idle. May block."""
         with self._lock:
             self.is_closed = True
             self._free.clear()
@@ -313,7 +313,7 @@ def allocate_pinned(driver: Driver, nbytes: int) -> HostMemory:
     """Allocate pinned memory. May block, and needs a current context.
 
     Raises:
-        OutOfMemory: with the bytes requested, free and total, of the host's memory.
+        OutOfMemory: Carries the bytes requested, free and total of the host's memory.
     """
     try:
         return driver.allocate_host(nbytes)

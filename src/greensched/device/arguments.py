@@ -1,7 +1,7 @@
 """Kernel arguments: checked, and packed into the slots that the driver reads.
 
 Parameters live in one buffer of slots, followed by an array of pointers to them, which the driver
-reads during each launch: so packing is paid once, and a changed value is one store.
+reads at each launch. So arguments are packed once, and changing a value is one store.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ FORMATS = {
     "i8": "q", "u8": "Q",
 }  # fmt: skip
 
-#: Of each pointer parameter: its index, its dtype (None: void), whether the kernel writes it.
+#: For each pointer parameter: its index, its dtype (None for void), whether the kernel writes it.
 _Pointers = tuple[tuple[int, np.dtype[Any] | None, bool], ...]
 
 #: Sets values for a launch on a stream with a ticket; see `_packer`.
 Pack = Callable[[Sequence[Any], TicketedStream, int], bool]
 
-#: Raised while packing for a wrong number or kind of values, which `fill` then names.
+#: Raised while packing if the number or kind of values is wrong; `fill` then reports which.
 _UNUSUAL = AttributeError, IndexError, TypeError, ValueError, OverflowError, struct.error
 
 
 class _Layout(NamedTuple):
-    """What all launches of one signature have in common."""
+    """What all launches of one signature share."""
 
-    #: Byte offset of each parameter, and behind the last.
+    #: Byte offset of each parameter, then of the end.
     offsets: tuple[int, ...]
-    #: Stores all values at once; None where a parameter has no format.
+    #: Stores all values at once; None if a parameter has no format.
     store: Callable[..., None] | None
     pointers: _Pointers
 
@@ -69,9 +69,9 @@ def _layout(parameters: tuple[Parameter, ...]) -> _Layout:
 def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
     """Return a function that sets all values in the usual case, and records the buffers' uses.
 
-    The usual case is numbers, and buffers that only the launch's stream has ever used: its device
-    works (`Lease.check_ready`), so theirs does. Otherwise the function returns False and has
-    recorded nothing: `fill` takes every value, or says what is wrong.
+    The usual case is numbers, and buffers that only the launch's stream has ever used. The stream's
+    device works (`Lease.check_ready`), and so do they. In other cases the function returns False
+    and has recorded nothing; then `fill` sets every value, or reports what is wrong.
     """
     if len(pointers) == 2:
         return _packer_of_two(store, pointers, slots)
@@ -97,9 +97,9 @@ def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> P
 
 
 def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
-    """Return what `_packer` does for two pointers, without loops: those take a tenth of a launch.
+    """Return the same for two pointers, without loops, which take a tenth of a launch.
 
-    Most kernels have two.
+    Most kernels have two pointers.
     """
     (i, x_dtype, writes_x), (j, y_dtype, writes_y) = pointers
 
@@ -127,7 +127,7 @@ def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: objec
 
 
 def _refuse(_: Sequence[Any], __: TicketedStream, ___: int) -> bool:
-    """Leave every value to `fill`: a parameter has no format."""
+    """Return False, so that `fill` sets every value: a parameter has no format."""
     return False
 
 
@@ -135,8 +135,8 @@ class KernelArguments:
     """The arguments of one kernel, packed for the driver.
 
     Args:
-        kernel: whose parameters.
-        device_id: the ordinal that the buffers must belong to.
+        kernel: The kernel that has the parameters.
+        device_id: The ordinal of the device that buffers must belong to.
     """
 
     __slots__ = (
@@ -155,14 +155,14 @@ class KernelArguments:
         parameters = kernel.parameters
         (*offsets, end), store, pointers = _layout(parameters)
         self._slots = (ctypes.c_uint64 * (end // 8 + len(parameters) + 1))()
-        #: Sets all values at once in the usual case, and records the buffers' uses.
+        #: Sets all values in the usual case, and records the buffers' uses.
         self.pack: Pack = _refuse if store is None else _packer(store, pointers, self._slots)
         base = ctypes.addressof(self._slots)
         for i, offset in enumerate(offsets):
             self._slots[end // 8 + i] = base + offset
         #: Host address of the array of pointers to the values.
         self.address = base + end
-        #: By index, of each pointer parameter: (buffer, whether the kernel writes it).
+        #: For each pointer parameter, by index: (buffer, whether the kernel writes it).
         self.buffers: dict[int, tuple[Buffer | PinnedBuffer | ForeignArray, bool]] = {}
         memory = memoryview(self._slots).cast("B")
         self._setters = tuple(
@@ -174,9 +174,9 @@ class KernelArguments:
         """Set all values.
 
         Raises:
-            ArgumentMismatch: a wrong number of values, or a wrong kind; says which and what is
-                needed.
-            BufferClosed, WrongDevice: a buffer that cannot be used here.
+            ArgumentMismatch: A value has the wrong kind, or the number of values is wrong; says
+                what is needed.
+            BufferClosed, WrongDevice: A buffer cannot be used here.
         """
         setters = self._setters
         if len(values) != len(setters):
@@ -190,23 +190,23 @@ class KernelArguments:
             for index, setter in enumerate(setters):
                 setter(values[index])
         except (TypeError, ValueError, OverflowError) as error:
-            self.buffers.clear()  # a launch kept for the next use keeps no memory alive
+            self.buffers.clear()  # so that a launch kept for reuse keeps no memory alive
             raise self._refused(index, values[index], error) from None
 
     def copy(self) -> KernelArguments:
-        """Return the same values, at another address."""
+        """Return a copy with the same values, at another address."""
         twin = KernelArguments(self._kernel, self._device_id)
         values = ctypes.sizeof(self._slots) - 8 * (len(self._setters) + 1)
         ctypes.memmove(twin._slots, self._slots, values)
-        twin.buffers.update(self.buffers)  # its setters write to its own dict
+        twin.buffers.update(self.buffers)  # in place, because its setters refer to this dict
         return twin
 
     def set(self, index: int, value: object) -> None:
         """Set one value.
 
         Raises:
-            IndexError: there is no such argument.
-            ArgumentMismatch, BufferClosed, WrongDevice: as for `fill`.
+            IndexError: There is no such argument.
+            ArgumentMismatch, BufferClosed, WrongDevice: As for `fill`.
         """
         try:
             setter = self._setters[index if index >= 0 else len(self._setters)]
@@ -222,10 +222,10 @@ class KernelArguments:
 
     def _refused(self, index: int, value: object, error: Exception) -> Exception:
         if type(error) not in (TypeError, ValueError, OverflowError):
-            return error  # an error of greensched's, which says more
+            return error  # an error of greensched is more precise
         parameter = self._kernel.parameters[index]
         problem = str(error)
-        if not parameter.pointer and parameter.dtype in FORMATS:  # memoryview speaks of formats
+        if not parameter.pointer and parameter.dtype in FORMATS:  # memoryview's errors are unclear
             dtype = np.dtype(parameter.dtype)
             problem = f"must be a number, of {dtype}"
             if dtype.kind in "iu":
@@ -271,7 +271,7 @@ class KernelArguments:
 
 
 def _foreign(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> ForeignArray:
-    """Return another library's array for a pointer. Raises TypeError where it cannot be one."""
+    """Return another library's array for a pointer. Raises TypeError if it is not usable."""
     try:
         array = as_foreign_array(value)
     except InvalidArray as error:
@@ -287,7 +287,7 @@ def _foreign(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> Foreign
 
 
 def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:
-    """Return a setter that checks the length: numpy would cut a longer value, or fill it up."""
+    """Return a setter that checks the length, because numpy would cut or pad a value."""
 
     def structure(value: Any) -> None:
         raw = memoryview(value)
@@ -299,7 +299,7 @@ def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:
 
 
 def _number_setter(parameter: Parameter, place: memoryview[int]) -> Callable[[Any], None]:
-    """Return a setter of a bool, half float or complex: numpy would also take text, and None."""
+    """Return a setter for bool, half float or complex. numpy would also accept text and None."""
     array = np.frombuffer(place, parameter.dtype)
     kinds: tuple[type, ...] = (Number,)
     problem = "must be a number"

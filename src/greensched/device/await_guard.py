@@ -1,25 +1,25 @@
-"""`with context:` held across an `await`: detected, and reported with the block and the await.
+"""Detects `with context:` held across an `await`, and reports the block and the await.
 
-A current context belongs to its thread, not to its task: if a task is suspended inside the block,
+A current context belongs to its thread, not to its task. If a task is suspended inside the block,
 every other task of the loop runs with that context. The only sign is that a later turn of the loop
-finds the block open. So the first block of a turn asks to be called when the turn is over. Launches
-cost nothing more, and neither do blocks off a loop's thread.
+finds the block open. So the first block of a turn requests a check at the end of the turn. This
+adds no cost to launches, or to blocks on threads without a loop.
 
-* asyncio, uvloop: by `call_soon`, once a turn. That callback runs before anything that an await of
-  this turn can be woken by: reliable, but late, since other tasks have run on the leaked context by
-  then. Asking in each block and cancelling at its end would cost four times as much (993 against
-  222 ns with the driver's own calls, 183 of them a block that is not checked: cuda-bindings 13.5 on
-  a stand-in driver).
-* trio: by an instrument of the run, from the block to the end of the task's step, so right at the
-  await. Trio shuffles its callbacks, so one could come too late. An instrument that stays would
-  make every checkpoint of the program a third slower.
-* In asyncio's debug mode, or Python's (`-X dev`), an error is raised in place of the warning: on
-  Python 3.12 and newer at the await itself, by `sys.monitoring`, before any other task runs; where
-  that does not reach (3.11, a block inside a generator, a coroutine that returned with its block
-  open) when the block ends.
+* asyncio, uvloop: the check is a `call_soon`, once a turn. It runs before anything that can wake an
+  await of this turn. This is reliable but late, since other tasks have run on the leaked context by
+  then. A check scheduled by each block and cancelled at its end would cost four times as much (993
+  instead of 222 ns with the driver's own calls, 183 of them for an unchecked block: cuda-bindings
+  13.5 on a stand-in driver).
+* trio: the check is an instrument of the run, from the block to the end of the task's step, so it
+  comes at the await. A callback could come too late, because trio shuffles them. A permanent
+  instrument would make every checkpoint of the program a third slower.
+* In asyncio's debug mode, or Python's (`-X dev`), an error replaces the warning. On Python 3.12 and
+  newer `sys.monitoring` raises it at the await itself, before any other task runs. Where that is
+  not possible (3.11, a block inside a generator, a coroutine that returned with its block open) it
+  is raised when the block ends.
 
-Not detected: the first step of an eager task (3.12) that another task starts inside a block. It is
-synchronous, and runs on that context; a later step that holds the block is detected.
+Not detected: the first step of an eager task (3.12) that another task starts inside a block. The
+step is synchronous and runs on that context; a later step that holds the block is detected.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from typing import Any
 from greensched._asynclib import running_asyncio, running_trio
 from greensched.errors import HeldAcrossAwait
 
-#: Modules whose frames stand between a block and the code that says `with`; see `skip_frames_of`.
+#: Modules with frames between a block and the code with the `with`; see `skip_frames_of`.
 _skipped = {__name__, contextlib.__name__}
-#: Frames that await: coroutines (also those made of generators), and asynchronous generators.
+#: Flags of frames that can await: coroutines (also generator-based) and asynchronous generators.
 #: Source: inspect, CO_COROUTINE, CO_ITERABLE_COROUTINE, CO_ASYNC_GENERATOR.
 _COROUTINE, _AWAITS = 0x80, 0x80 | 0x100 | 0x200
 
@@ -48,7 +48,7 @@ _monitoring: Any = getattr(sys, "monitoring", None)
 
 
 class _Here(threading.local):
-    """Open blocks of the calling thread, and the loop that will call `_check` at the turn's end."""
+    """The thread's open blocks, and the loop that will call `_check` at the end of the turn."""
 
     def __init__(self) -> None:
         self.open: list[OpenScope] = []
@@ -77,21 +77,21 @@ class OpenScope:
         written = _written_in(sys._getframe(2))
         self.context = context
         self.runner = runner
-        #: Weak: a task that only a block of its own keeps would never be collected, nor end it.
+        #: Weak, because a task that only its own block refers to would never be collected.
         self.task = None if task is None else weakref.ref(task)
         self.debug = debug
         self.block = written.f_code.co_filename, written.f_lineno
         self.module = written.f_globals
-        #: The innermost frame that can await; None in a plain callback.
+        #: The innermost frame that can await, or None in a plain callback.
         self.frame = _awaiting(written)
-        #: The frames that await that one, the nearest first: it may return with the block open.
+        #: The frames that await that frame, nearest first; it may return with the block open.
         self.awaiters = _awaiters(self.frame)
         #: Raised when the block ends.
         self.problem: HeldAcrossAwait | None = None
 
 
 def begin(context: object) -> OpenScope | None:
-    """Record that a block begins on this thread; None where no loop runs on it."""
+    """Record the begin of a block on this thread; return None if no loop runs here."""
     loop = running_asyncio()
     if loop is not None:
         task = sys.modules["asyncio"].current_task(loop)
@@ -116,7 +116,7 @@ def begin(context: object) -> OpenScope | None:
 
 
 def end(watch: OpenScope) -> HeldAcrossAwait | None:
-    """Record that a block ends on the thread where it began; return the error it shall raise."""
+    """Record the end of a block on the thread where it began; return the error to raise."""
     _here.open.remove(watch)
     if watch.debug and watch.frame is not None and _monitoring is not None:
         _monitor.end(watch.frame.f_code)
@@ -129,7 +129,7 @@ def awaiting() -> FrameType | None:
 
 
 def skip_frames_of(module: str) -> None:
-    """Report a block where its caller wrote it, not in this module (given as its `__name__`)."""
+    """Report a block at its caller instead of in this module (given as its `__name__`)."""
     _skipped.add(module)
 
 
@@ -137,7 +137,7 @@ def skip_frames_of(module: str) -> None:
 
 
 def _check(runner: object) -> None:
-    """Report each open block of a loop: its turn, or its task's step, is over."""
+    """Report each open block of a loop, because its turn or its task's step is over."""
     if _here.asked is runner:
         _here.asked = None
     for watch in tuple(_here.open):
@@ -146,7 +146,7 @@ def _check(runner: object) -> None:
 
 
 class _Instrument:
-    """Checks at the end of the task's step in which it was added. Trio takes any class."""
+    """Checks at the end of the task's step in which it was added. Trio accepts any class."""
 
     def __init__(self, trio: Any, runner: object) -> None:
         self._trio = trio
@@ -158,7 +158,7 @@ class _Instrument:
 
 
 def _report(watch: OpenScope) -> None:
-    """Warn where the block is written; an error waits for the block's end."""
+    """Warn at the place of the block; an error waits for the block's end."""
     problem = _problem(watch)
     if watch.debug:
         watch.problem = problem
@@ -171,10 +171,10 @@ def _report(watch: OpenScope) -> None:
             module=watch.module.get("__name__"),
             registry=watch.module.setdefault("__warningregistry__", {}),
         )
-    except HeldAcrossAwait:  # warnings are errors: the block raises it, not the loop's callback
+    except HeldAcrossAwait:  # warnings are errors: the block must raise it, not the callback
         watch.problem = problem
     else:
-        watch.runner = None  # report it once
+        watch.runner = None  # so that it is reported only once
 
 
 def _problem(watch: OpenScope) -> HeldAcrossAwait:
@@ -192,7 +192,7 @@ def _problem(watch: OpenScope) -> HeldAcrossAwait:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Whether a coroutine has returned, as a helper that opens a block for its caller does."""
+    """Whether a coroutine has returned, such as a helper that opens a block for its caller."""
     code = frame.f_code
     is_coroutine = bool(code.co_flags & _COROUTINE)
     return is_coroutine and opname[code.co_code[frame.f_lasti]].startswith("RETURN")
@@ -203,14 +203,14 @@ def _place(frame: FrameType) -> str:
 
 
 def _written_in(frame: FrameType) -> FrameType:
-    """Return the frame of the code that says `with`."""
+    """Return the frame of the code that has the `with`."""
     while frame.f_globals.get("__name__") in _skipped and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def _awaiting(frame: FrameType | None) -> FrameType | None:
-    """Return the frame, or its nearest caller, that an await can suspend."""
+    """Return the frame, or else its nearest caller, that an await can suspend."""
     while frame is not None and not frame.f_code.co_flags & _AWAITS:
         frame = frame.f_back
     return frame
@@ -239,10 +239,10 @@ class _YieldMonitor:
 
     def begin(self, code: CodeType) -> None:
         if not code.co_flags & _COROUTINE:
-            return  # an asynchronous generator also yields values, which is no await
+            return  # an asynchronous generator yields values as well, without an await
         with self._lock:
             if self._tool is None and not self._claim():
-                return  # debuggers and profilers have every tool id: the block's end reports it
+                return  # debuggers and profilers have all tool ids: report at the block's end
             self._open[code] += 1
             _monitoring.set_local_events(self._tool, code, _monitoring.events.PY_YIELD)
 
@@ -256,7 +256,7 @@ class _YieldMonitor:
                     _monitoring.set_local_events(self._tool, code, 0)
 
     def _claim(self) -> bool:
-        """Take a tool id: 3 and 4 are unassigned. Source: sys.monitoring, "Tool identifiers"."""
+        """Take a tool id. 3 and 4 are unassigned. Source: sys.monitoring, "Tool identifiers"."""
         for tool in (4, 3):
             try:
                 _monitoring.use_tool_id(tool, "greensched")
@@ -272,11 +272,11 @@ _monitor = _YieldMonitor()
 
 
 def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  PEP 669's
-    """Raise at the await, if the coroutine being suspended has a block open."""
+    """Raise at the await if the suspended coroutine has a block open."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     for watch in _here.open:
         if frame is not None and watch.frame is frame and watch.debug and watch.runner is not None:
-            watch.runner = None  # reported here: the block's end does not report it again
+            watch.runner = None  # reported here, and not again at the block's end
             raise _problem(watch)

@@ -1,8 +1,8 @@
 """Buffers on the device and pinned buffers on the host, with the streams that use them.
 
 A buffer belongs to a device, not to a partition: it outlives leases, and work of any partition
-may use it. It records the last ticket of each stream that uses it, so that work elsewhere is
-ordered behind its writers, and its memory is returned behind its last user.
+may use it. It records the last ticket of each stream that uses it, so that other work is ordered
+after its writers, and its memory is reused after its last user.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from greensched.errors import BufferClosed, InvalidArray, WouldBlock, WrongDevic
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-#: A stream, and up to which of its tickets.
+#: A stream, and the last of its tickets that matters.
 Use = tuple[TicketedStream, int]
 
 
 class MemorySource(Protocol):
-    """The part of an allocator that a buffer uses."""
+    """What a buffer needs from its allocator."""
 
     device: Device
     device_id: int
@@ -42,19 +42,19 @@ class MemorySource(Protocol):
 
 
 class DeviceMemorySource(MemorySource, Protocol):
-    """The same for device memory."""
+    """What a buffer in device memory needs from its allocator."""
 
     def give_back(self, address: int, nbytes: int, uses: tuple[Use, ...]) -> None: ...
 
 
 class PinnedMemorySource(MemorySource, Protocol):
-    """The same for pinned memory."""
+    """What a pinned buffer needs from its allocator."""
 
     def give_back(self, host: HostMemory, uses: tuple[Use, ...]) -> None: ...
 
 
 class BoundUser(Protocol):
-    """The part of a bound launch that a buffer uses: it launches without a ticket each time."""
+    """What a buffer needs from a bound launch, whose launches have no ticket each."""
 
     track: TicketedStream
 
@@ -68,29 +68,29 @@ class BoundUser(Protocol):
 
 
 class Closable(Uncopyable, abc.ABC):
-    """An object to be closed by its user; one that is only collected is closed, and warns."""
+    """An object that its user closes. If it is collected unclosed, it warns and is closed."""
 
     __slots__ = ("__weakref__", "is_closed", "is_known")
 
     def __init__(self) -> None:
         self.is_closed = False
-        #: A user received it, and has to close it; the result of a cancelled job has no user.
+        #: Whether a user received it and must close it. A cancelled job's result has no user.
         self.is_known = False
 
     def close(self) -> None:
-        """Return its memory. Idempotent; does not wait."""
+        """Release its memory. Idempotent; does not wait."""
         if not self.is_closed:
             self.is_closed = True
             self._give_back()
 
     @abc.abstractmethod
     def _give_back(self) -> None:
-        """Return what it holds, after `is_closed` is set. Takes no lock: a finaliser calls it."""
+        """Release its resources after `is_closed` is set. For finalisers: takes no lock."""
 
     @property
     @abc.abstractmethod
     def _is_over(self) -> bool:
-        """Whether what it holds has ended with its pool or device."""
+        """Whether its resources have ended with its pool or device."""
 
     def __enter__(self) -> Self:
         return self
@@ -101,39 +101,39 @@ class Closable(Uncopyable, abc.ABC):
     def __del__(self) -> None:
         if not self.is_closed and not self._is_over:
             said = f"{self!r} was never closed"
-            self.is_closed = True  # first: where warnings are errors, the code behind one is lost
+            self.is_closed = True  # first, because the warning may be raised as an error
             self._give_back()
             if self.is_known:
                 warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
 
 class BaseBuffer(Closable):
-    """Memory that a user has until `close()`."""
+    """Memory that belongs to a user until `close()`."""
 
     __slots__ = ("memory",)
 
     def __init__(self, memory: MemorySource) -> None:
         super().__init__()
-        #: The allocator that it came from, and that its memory returns to.
+        #: The allocator that it came from and returns to.
         self.memory = memory
 
     @property
     def device(self) -> Device:
-        """Its `Device`."""
+        """The device of the buffer."""
         return self.memory.device
 
     @property
     def device_id(self) -> int:
-        """The ordinal of its device."""
+        """The ordinal of the device."""
         return self.memory.device_id
 
     def check(self, device_id: int) -> None:
-        """Refuse a closed buffer, and one of another device.
+        """Raise if the buffer is closed or belongs to another device.
 
         Raises:
-            BufferClosed: after `close()`, or after its pool was closed.
-            DeviceLost, ForkedPool, PoolClosed: its device's use is over.
-            WrongDevice: it belongs to another device.
+            BufferClosed: `close()` was called, or the pool is closed.
+            DeviceLost, ForkedPool, PoolClosed: The device is no longer used.
+            WrongDevice: It belongs to another device.
         """
         if self.is_closed or self.memory.is_closed:
             raise BufferClosed("this buffer")
@@ -142,7 +142,7 @@ class BaseBuffer(Closable):
             raise WrongDevice("this buffer", self.memory.device_id, device_id)
 
     def close(self) -> None:
-        """Return its memory behind its last user. Idempotent; does not wait."""
+        """Release its memory after its last user. Idempotent; does not wait."""
         super().close()
 
     @property
@@ -153,13 +153,13 @@ class BaseBuffer(Closable):
 class Buffer(BaseBuffer):
     """An array in device memory, in C order.
 
-    Made by `Partition.upload`, `empty` and `empty_like`. Usable by any partition of its device,
-    from any thread, one at a time. `close()` it, or use it in a `with` block; one that is only
-    collected is closed, too, and warns.
+    Made by `Partition.upload`, `empty` and `empty_like`. Any partition of its device may use it,
+    from any thread, one at a time. `close()` it, or use it in a `with` block. If it is collected
+    unclosed, it warns and is closed.
 
     Attributes:
-        shape, dtype: as in numpy; `size` counts elements, `nbytes` bytes.
-        address: in device memory; 0 if it has no bytes.
+        shape, dtype: As in numpy; `size` counts elements, `nbytes` bytes.
+        address: The address in device memory; 0 if it has no bytes.
     """
 
     __slots__ = (
@@ -187,32 +187,32 @@ class Buffer(BaseBuffer):
         self.nbytes = math.prod(shape) * dtype.itemsize
         #: The quota that it counts against until it is returned.
         self.quota: MemoryQuota | None = None
-        #: The streams that write it, and up to which ticket. Several only after bound launches
-        #: have ended that other work was not ordered behind yet.
+        #: The streams that write it, each with a ticket. There are several only after bound
+        #: launches have ended that no later work was ordered after yet.
         self.writers: dict[TicketedStream, int] = {}
         self.readers: dict[TicketedStream, int] = {}
         #: Bound launches that use it, and whether they write it.
         self._bound: dict[BoundUser, bool] = {}
-        #: The only stream that has ever used it, if it is of its device; None where there are
-        #: others, or a bound launch.
+        #: The only stream that has ever used it, if on its device; None if others or a bound launch
+        #: have.
         self.only_user: TicketedStream | None = None
-        #: One for each DLPack capsule that is not released yet.
+        #: One entry for each DLPack capsule that is not released yet.
         self._exports: list[None] = []
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     # -- which streams use it --------------------------------------------------------------------
 
     def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:
-        """Return the work elsewhere that work on `stream` must be ordered behind."""
+        """Return the work elsewhere that work on `stream` must follow."""
         mine = not self._bound and _only(self.writers, stream)
         if mine and (not write or _only(self.readers, stream)):
             return ()  # the usual case: no other stream uses it
@@ -224,7 +224,7 @@ class Buffer(BaseBuffer):
         ]
 
     def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:
-        """Record that work on `stream` up to `ticket`, ordered behind `dependencies`, uses it."""
+        """Record a use by work on `stream` up to `ticket`, which follows `dependencies`."""
         if write and not (_only(self.writers, stream) and not self.readers):
             for uses in (self.writers, self.readers):
                 for use in tuple(uses.items()):
@@ -233,7 +233,7 @@ class Buffer(BaseBuffer):
         self._add(stream, ticket, write=write)
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
-        """Record that a bound launch uses it until `unbind`, in one argument or several."""
+        """Record that a bound launch uses it, in one or several arguments, until `unbind`."""
         for other, writes in tuple(self._bound.items()):
             if other.track is not bound.track and (write or writes):
                 other.share()
@@ -242,9 +242,9 @@ class Buffer(BaseBuffer):
         self.only_user = None
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:
-        """Record that a bound launch is over, with the ticket of its last use.
+        """Record the end of a bound launch, with the ticket of its last use.
 
-        The launch was not ordered behind every later user: their records stay.
+        The launch did not follow every later user, so their records stay.
         """
         write = self._bound.pop(bound, None)
         if write is not None:
@@ -253,7 +253,7 @@ class Buffer(BaseBuffer):
     def _add(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:
         (self.writers if write else self.readers)[stream] = ticket
         alone = not self._bound and _only(self.writers, stream) and _only(self.readers, stream)
-        is_here = stream.stream.context.device_id == self.device_id  # else it is not launched on
+        is_here = stream.stream.context.device_id == self.device_id  # no launch elsewhere uses it
         self.only_user = stream if alone and is_here else None
         for bound, writes in tuple(self._bound.items()):
             if write or writes:
@@ -264,7 +264,7 @@ class Buffer(BaseBuffer):
         return (*self.writers.items(), *bound)
 
     def uses(self) -> tuple[Use, ...]:
-        """Return every stream that uses it, and up to which ticket."""
+        """Return all streams that use it, each with its last ticket."""
         users = tuple(self._bound.items())
         reading = (bound.last_use() for bound, writes in users if not writes)
         return (*self.readers.items(), *reading, *self._written())
@@ -275,9 +275,9 @@ class Buffer(BaseBuffer):
         self._release()
 
     def _release(self) -> None:
-        """Release one claim, its own or a DLPack capsule's; the last one returns the memory."""
+        """Release one claim, its own or a capsule's. The last release frees the memory."""
         if self._exports:
-            with suppress(IndexError):  # another thread released the last one at the same time
+            with suppress(IndexError):  # another thread has just released the last one
                 self._exports.pop()
                 return
         if self.address:
@@ -289,15 +289,15 @@ class Buffer(BaseBuffer):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, for libraries that take device arrays without a copy.
+        """Version 3, for libraries that use device arrays without a copy.
 
-        While the last writer's work is not done, `stream` is its stream: a consumer orders itself
-        behind it, and so behind any other writer.
+        While the last writer's work is not done, `stream` is its stream; a consumer that follows it
+        also follows every other writer.
 
         Raises:
-            WouldBlock: a writer is not submitted yet, or is on another device, behind which not
-                every library can order itself: await that job first.
-            BufferClosed, DeviceLost, ForkedPool, PoolClosed: as `check`.
+            WouldBlock: A writer is not submitted yet, or is on another device, whose work not every
+                library can follow. Await that job first.
+            BufferClosed, DeviceLost, ForkedPool, PoolClosed: As for `check`.
         """
         pending = self._pending(self._written())
         if any(writer.stream.context.device_id != self.device_id for writer, _ in pending):
@@ -318,7 +318,7 @@ class Buffer(BaseBuffer):
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """(2, its device): kDLCUDA."""
+        """(2, the device ordinal), where 2 is kDLCUDA."""
         return dlpack.CUDA, self.device_id
 
     def __dlpack__(
@@ -332,18 +332,18 @@ class Buffer(BaseBuffer):
         """Return a DLPack capsule, for libraries that take device arrays without a copy.
 
         The consumer's stream waits, on the device, for the present users of the buffer. The memory
-        stays until the consumer has released it and the buffer is closed, or its pool is: release
-        it when your work on it is done, for the consumer's work is not tracked here.
+        stays until the consumer has released it and the buffer or its pool is closed. Release it
+        only when your work on it is done, because the consumer's work is not tracked here.
 
         Args:
-            stream: the consumer's: a raw `CUstream`; None or 1: the legacy default stream; 2: the
-                thread's own; -1: nothing waits.
-            max_version, dl_device, copy: as the array API has them; copies are not made.
+            stream: The consumer's stream: a raw `CUstream`; None or 1 for the legacy default
+                stream; 2 for the thread's own; -1 for no wait.
+            max_version, dl_device, copy: As in the array API; copies are not made.
 
         Raises:
-            WouldBlock: a user is not submitted yet: await that job first.
-            InvalidArray: DLPack has no such elements, or a copy or another device is asked for.
-            BufferClosed, DeviceLost, ForkedPool, PoolClosed: as `check`.
+            WouldBlock: A user's work is not submitted yet. Await that job first.
+            InvalidArray: DLPack has no such elements, or a copy or another device is requested.
+            BufferClosed, DeviceLost, ForkedPool, PoolClosed: As for `check`.
         """
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise InvalidArray(
@@ -364,10 +364,10 @@ class Buffer(BaseBuffer):
         )
 
     def _pending(self, uses: Iterable[Use]) -> list[Use]:
-        """Return the uses that are not done; all of them are on their streams already."""
+        """Return the uses that are not done. All of them must be on their streams already."""
         self.check(self.device_id)
         pending = [(stream, ticket) for stream, ticket in uses if not stream.reached(ticket)]
-        # A call's own arguments count as written by it; inside the call its stream is right.
+        # A call counts as writing its own arguments, but inside the call its stream is in order.
         if not all(s.has_submitted(t) or (s.owner and s.owner.is_entered) for s, t in pending):
             raise WouldBlock("a job that uses this buffer is not submitted yet: await it first")
         return pending
@@ -378,14 +378,14 @@ class Buffer(BaseBuffer):
 
 
 def _only(uses: dict[TicketedStream, int], stream: TicketedStream) -> bool:
-    """Whether no other stream is among them."""
+    """Whether no other stream is in `uses`."""
     return not uses or (len(uses) == 1 and stream in uses)
 
 
 def _runs_beside(use: Use, stream: TicketedStream) -> bool:
-    """Whether work on a stream is not ordered behind this use.
+    """Whether a use may run at the same time as work on a stream.
 
-    That is so for a call of the same partition that has not returned.
+    This is so for a call of the same partition that has not returned.
     """
     user, ticket = use
     return user is not stream and user.owner is stream.owner and not user.has_submitted(ticket)
@@ -394,13 +394,13 @@ def _runs_beside(use: Use, stream: TicketedStream) -> bool:
 class PinnedBuffer(BaseBuffer):
     """Host memory that the device reads and writes directly, as a numpy array.
 
-    Made by `Partition.empty_pinned`. Its bytes are shared with the device: only waiting for jobs
-    orders the host's accesses.
+    Made by `Partition.empty_pinned`. The device accesses the same bytes, so the host must wait for
+    jobs to order its own accesses.
 
     Attributes:
-        array: the memory, as numpy sees it; not to be used after `close()`, when another buffer
+        array: The memory as a numpy array. Not to be used after `close()`, when another buffer
             may get the memory.
-        address: for the device.
+        address: The address for the device.
     """
 
     __slots__ = ("_bound", "_host", "_uses", "address", "array")
@@ -425,11 +425,11 @@ class PinnedBuffer(BaseBuffer):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its array's."""
+        """The dtype of its array."""
         return self.array.dtype
 
     def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
-        """Return nothing: the host shares the memory, so ordering device work is not enough."""
+        """Return nothing: the host shares the memory, so ordering device work would not suffice."""
         return ()
 
     def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
@@ -460,7 +460,7 @@ def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Return a dtype that device memory can hold.
 
     Raises:
-        InvalidArray: not a dtype of numpy, or of Python objects, no bytes or foreign byte order.
+        InvalidArray: Not a numpy dtype, or one with Python objects, no bytes or foreign byte order.
     """
     try:
         found = np.dtype(dtype)

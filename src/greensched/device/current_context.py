@@ -2,8 +2,8 @@
 
 Each block restores the context that the *driver* reported when the block began. Python keeps no
 other copy of the driver's stack, so blocks nest with those of other libraries in any order.
-Python does record which thread owns a green context: it may be current on one thread at a time
-(cuda.h of CUDA 13.0 to 13.4, cuGreenCtxCreate), and no driver checks that.
+Python does record which thread owns a green context, because it may be current on only one thread
+at a time (cuda.h of CUDA 13.0 to 13.4, cuGreenCtxCreate), and no driver checks that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ await_guard.skip_frames_of(__name__)
 
 
 class _ThreadToken:
-    """Stands for a thread, as long as it lives."""
+    """Represents a thread, as long as the thread lives."""
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
@@ -34,10 +34,10 @@ class _ThreadState(threading.local):
     """State of the calling thread.
 
     Attributes:
-        blocks: the `with` blocks that the thread is inside, the innermost last.
-        unscoped: contexts made current without a block, and whether each was pushed. One that was
-            not pushed replaced the top of the stack, and is current until the top is replaced
-            again.
+        blocks: The `with` blocks that the thread is inside, innermost last.
+        unscoped: Contexts made current without a block, and whether each was pushed. A context
+            that was not pushed replaced the top of the stack, and is current until the top is
+            replaced again.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ here = _ThreadState()
 
 
 class Enterable(Protocol):
-    """The part of a `Context` that a block uses."""
+    """What a block needs from its `Context`."""
 
     driver: Driver
     handle: ContextHandle
@@ -60,12 +60,12 @@ class Enterable(Protocol):
 
 
 class ContextOwnership:
-    """Lets one thread at a time have a green context current; reentrant."""
+    """Allows a green context to be current on only one thread at a time. Reentrant."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        #: The thread that has it current; it may have ended. One attribute for the hot paths.
+        #: The thread on which it is current; it may have ended. One attribute for the hot paths.
         self.owner: weakref.ref[_ThreadToken] | None = None
         self._depth = 0
         self._waiting: deque[Mailbox[None]] = deque()
@@ -79,11 +79,11 @@ class ContextOwnership:
         """Make the calling thread the owner.
 
         Args:
-            context: named in the error.
-            wait: block until the owner has released it, or its thread has ended.
+            context: Named in the error.
+            wait: Block until the owner has released it or its thread has ended.
 
         Raises:
-            CurrentElsewhere: another thread is the owner; names both.
+            CurrentElsewhere: Another thread is the owner; names both threads.
         """
         while True:
             with self._lock:
@@ -115,11 +115,11 @@ class ContextOwnership:
 
 
 class ContextScope:
-    """A synchronous block with a context current; restores what was current before."""
+    """A synchronous block in which a context is current; restores the previous one."""
 
     __slots__ = ("_before", "_driver", "_wait", "context")
 
-    #: Whether the context is set even where it is current already.
+    #: Whether to set the context even if it is current already.
     always: ClassVar[bool] = False
 
     def __init__(self, context: Enterable, *, wait: bool = False) -> None:
@@ -148,14 +148,14 @@ class ContextScope:
                 self.context.ownership.release()
 
     def renew(self) -> None:
-        """Make the context current again, where code inside the block left another one so."""
+        """Make the context current again, if code inside the block left another one current."""
         if self._driver.current() != self.context.handle:
             self._set(self.context.handle)
 
     def _restore(self) -> None:
-        """Make current what was; where that fails, at least do not leave this context current."""
+        """Restore the previous context. If that fails, at least remove this context."""
         before, driver = self._before, self._driver
-        if before is None:  # setting NULL pops once, and code inside may have pushed more
+        if before is None:  # setting NULL pops only once, but code inside may have pushed more
             self._set(None)
             while self._current(None) is not None:
                 self._set(None)
@@ -171,7 +171,7 @@ class ContextScope:
                 raise
 
     def _current(self, otherwise: ContextHandle | None) -> ContextHandle | None:
-        """Ask what is current; where the driver does not say, what was made inside is not lost."""
+        """Return the current context, or `otherwise` if the driver does not answer."""
         try:
             return self._driver.current()
         except DeviceFault:
@@ -182,19 +182,19 @@ class ContextScope:
     def _set(self, context: ContextHandle | None) -> None:
         try:
             self._driver.set_current(context)
-        except DeviceFault:  # a second call that succeeds would hide the loss of the device
+        except DeviceFault:  # a second, successful call would hide the loss of the device
             raise
-        except GreenschedError:  # once more: a wrong current context would disturb later code
+        except GreenschedError:  # try again: a wrong current context would disturb later code
             self._driver.set_current(context)
 
 
 class UserContextScope(ContextScope):
     """A user's `with context:` on one thread, checked for an `await` inside (`await_guard`).
 
-    The block sets, as the runtime API does, and does not push: so it nests with torch and CuPy.
-    Afterwards the context of before is current, whatever code inside sets, pushes or pops. Code
-    that pops more than it pushed inside also changes what lies *below* on the stack, which no
-    driver shows.
+    Like the runtime API the block sets the context, instead of pushing it, so that it nests with
+    torch and CuPy. At its end the previous context is current, whatever code inside sets, pushes
+    or pops. But code that pops more than it pushed inside also changes what lies *below* on the
+    stack, which no driver shows.
     """
 
     __slots__ = ("_start", "_watch")
@@ -212,8 +212,8 @@ class UserContextScope(ContextScope):
         """End the block, and everything made current inside it.
 
         Raises:
-            HeldAcrossAwait: the block was held across an await, and that is an error here.
-            CUDAError: the context of before could not be restored.
+            HeldAcrossAwait: The block was held across an await, and that is an error here.
+            CUDAError: The previous context could not be restored.
         """
         problem = None if self._watch is None else await_guard.end(self._watch)
         here.blocks.remove(self)
@@ -232,24 +232,25 @@ class UserContextScope(ContextScope):
             raise problem
 
     def _pop_pushed(self) -> None:
-        """Pop what was pushed inside the block and is still there, so that the rest stays below."""
-        with suppress(GreenschedError):  # what was current is restored all the same
+        """Pop contexts that were pushed inside the block and are still there."""
+        with suppress(GreenschedError):  # the previous context is restored in any case
             for context, pushed in reversed(here.unscoped[self._start :]):
                 if pushed and context.driver.current() == context.handle:
                     context.driver.pop_current()
 
     @staticmethod
     def innermost(context: Enterable) -> UserContextScope | None:
-        """Return the innermost block of a context that this thread is inside."""
+        """Return this thread's innermost block of a context."""
         return next((block for block in reversed(here.blocks) if block.context is context), None)
 
     @staticmethod
     def ending(context: Enterable) -> UserContextScope | None:
         """Return the block that a `with` of a context ends now.
 
-        Tasks that hold blocks of one context across awaits end them in any order. The first to
-        end restores what the last block saw, so that the context stays current until all have
-        ended. The report names the task that held its block, so the two swap their watches.
+        Tasks that hold blocks of one context across awaits end them in any order. The first block
+        to end must restore what the last block saw, so that the context stays current until all
+        have ended. The report must name the task that held its own block, so the two swap their
+        watches.
         """
         last = UserContextScope.innermost(context)
         if last is not None and last._watch is not None and len(here.blocks) > 1:
@@ -266,7 +267,7 @@ class UserContextScope(ContextScope):
 
 
 def replace(context: Enterable) -> None:
-    """Make a context current in the place of the present one, until it is replaced itself."""
+    """Replace the thread's current context by this one, until it is replaced itself."""
     before = context.driver.current()
     index = len(here.unscoped) - 1
     replaced, pushed = here.unscoped[index] if index >= _scope_start() else (None, False)
@@ -277,15 +278,15 @@ def replace(context: Enterable) -> None:
 
 
 def push(context: Enterable) -> None:
-    """Make a context current on top of the present one, until it is popped."""
+    """Push a context on top of the present one, until it is popped."""
     _add(context, context.driver.push_current, pushed=True)
 
 
 def pop(context: Enterable) -> None:
-    """Take a context off the top of this thread's stack.
+    """Pop a context off this thread's stack.
 
     Raises:
-        InvalidRequest: the context is not the top, or a `with` block put it there.
+        InvalidRequest: The context is not the top, or a `with` block put it there.
     """
     driver = context.driver
     if driver.current() != context.handle:
@@ -307,7 +308,7 @@ def pop(context: Enterable) -> None:
 
 
 def forget_replaced(context: Enterable) -> None:
-    """Drop the record that a context was set on this thread if other code has replaced it."""
+    """Forget that a context was set on this thread if other code has replaced it."""
     last = len(here.unscoped) - 1
     was_set = last >= _scope_start() and _is(last, context) and not here.unscoped[last][1]
     if was_set and context.driver.current() != context.handle:
@@ -315,7 +316,7 @@ def forget_replaced(context: Enterable) -> None:
 
 
 def is_unscoped(context: Enterable) -> bool:
-    """Whether this thread made it current without a block, and has not replaced it since."""
+    """Whether this thread made it current without a block, and has not replaced it."""
     return any(_is(index, context) for index in range(len(here.unscoped)))
 
 
@@ -344,7 +345,7 @@ def _remove(index: int) -> None:
 
 
 def _is_counted(context: Enterable, pushed: bool) -> bool:
-    """Whether the thread counts as inside: not where other code may replace what it set."""
+    """Whether the thread counts as inside; not if other code may replace what it set."""
     return pushed or context.ownership is not None
 
 
@@ -357,5 +358,5 @@ def _matches(context: Enterable, driver: Driver, handle: ContextHandle | None) -
 
 
 def _scope_start() -> int:
-    """Index of the first entry made inside this thread's innermost block."""
+    """Return the index of the first entry made inside this thread's innermost block."""
     return here.blocks[-1]._start if here.blocks else 0

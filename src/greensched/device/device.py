@@ -1,4 +1,4 @@
-"""`Device`: its facts, its primary context, and the methods that create everything else on it."""
+"""`Device`: its properties, its primary context, and methods that create all else on it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Device(Uncopyable):
     The primary context is retained when first needed, and released by `close()`.
 
     Args:
-        ordinal: the driver's number of the device; or another library's device that has a
-            `device_id`, as cuda.core's does.
-        driver: a driver, `"cuda"`, or `"simulated:h200"`; None: the environment's, else CUDA.
+        ordinal: The driver's number of the device; or another library's device with a `device_id`,
+            such as cuda.core's.
+        driver: A driver, `"cuda"`, or `"simulated:h200"`. None: the environment's, or else CUDA.
 
     Raises:
-        DriverUnavailable: no usable driver or device; says what to install or change.
-        InvalidRequest: the device does not exist.
+        DriverUnavailable: There is no usable driver or device; says what to install or change.
+        InvalidRequest: The device does not exist.
     """
 
     def __init__(
@@ -56,44 +56,44 @@ class Device(Uncopyable):
         self.loader = Loader(self.driver, self.facts)
         self.health = DeviceHealth(self.ordinal)
         self._primary: Context | None = None
-        #: The green contexts made here that still exist, to be closed before the primary.
+        #: Existing green contexts made here, which are closed before the primary.
         self._greens: WeakSet[Context] = WeakSet()
         self._closed = False
         self._lock = threading.Lock()
 
     @property
     def ordinal(self) -> int:
-        """The driver's number of it."""
+        """The driver's number of the device."""
         return self.facts.ordinal
 
     @property
     def name(self) -> str:
-        """The vendor's name for it."""
+        """The vendor's name for the device."""
         return self.facts.name
 
     @property
     def uuid(self) -> str:
-        """The same in every process, whatever its ordinal there."""
+        """The device's UUID, the same in every process, unlike the ordinal."""
         return self.facts.uuid
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """(major, minor)."""
+        """The compute capability as (major, minor)."""
         return self.facts.compute_capability
 
     @property
     def sm_count(self) -> int:
-        """The number of its SMs."""
+        """The number of SMs."""
         return self.facts.sm_count
 
     @property
     def resources(self) -> DeviceResources:
-        """Its resources: `sm`, every SM of it, to be split, and `workqueue`."""
+        """The device's resources: `sm`, all SMs, which can be split, and `workqueue`."""
         return DeviceResources(self.driver, self.ordinal)
 
     @property
     def primary(self) -> Context:
-        """Its primary context, retained from here on. The first time may block."""
+        """The primary context, retained from the first call on, which may block."""
         with self._lock:
             if self._closed:
                 raise Closed(repr(self))
@@ -111,9 +111,10 @@ class Device(Uncopyable):
             return self._primary
 
     def set_current(self) -> None:
-        """Make its primary context current on this thread, until another one is.
+        """Make the primary context current on this thread, until another context is.
 
-        The first time may block, as `primary` does. Not checked for an `await`, as a block is.
+        The first call may block, as `primary` does. Unlike a block it is not checked for an
+        `await`.
         """
         self.primary.set_current()
 
@@ -121,9 +122,9 @@ class Device(Uncopyable):
         """Set the flags of the primary context, before its first use.
 
         Raises:
-            InvalidRequest: unknown flags, or the context is active with others already: made by a
-                pool, by another library, or by this object.
-            NotSupported: the driver has dropped one of the flags.
+            InvalidRequest: The flags are unknown, or the context already has other flags, because a
+                pool, another library or this object has made it active.
+            NotSupported: The driver no longer has one of the flags.
         """
         check_flags(flags)
         has, active = self.driver.primary_state(self.ordinal)
@@ -137,43 +138,44 @@ class Device(Uncopyable):
         self.driver.set_primary_flags(self.ordinal, flags)
 
     def create_context(self, options: ContextOptions) -> Context:
-        """Create a green context over the resources of `options`, current nowhere. May block.
+        """Create a green context over the resources of `options`, current on no thread. May block.
 
-        The driver keeps a descriptor of each combination as long as the process lives: create
-        contexts once and reuse them.
+        The driver keeps a descriptor of each combination until the process ends. So create contexts
+        once, and reuse them.
 
         Raises:
-            InvalidRequest: no resources, a dry run's, or two work-queue configurations.
-            WrongDevice: resources of another device.
-            InvalidCombination: outputs of different splits, or (from CUDA 13.1) of different
+            InvalidRequest: There are no resources, a dry run's resources, or two work-queue
+                configurations.
+            WrongDevice: A resource belongs to another device.
+            InvalidCombination: Outputs of different splits, or (from CUDA 13.1) of different
                 alignment; says which.
         """
         made = self._create_green(options)
         return self._green(made, lambda: self.driver.destroy_green(made.green))
 
     def lend_context(self, key: ContextKey, options: ContextOptions) -> Context:
-        """Return a green context for an executor, kept from an earlier one or created. May block.
+        """Return a green context for an executor, a kept or a new one. May block.
 
-        Neither it nor its streams are destroyed: closed, they are kept for the next one.
+        The context and its streams are never destroyed: after `close` they are kept for reuse.
 
         Args:
-            key: the context's, among those that are kept.
-            options: the resources, where it is created.
+            key: The key of the context among those that are kept.
+            options: The resources for a new context.
 
-        Raises: as `create_context`.
+            es: As `create_context`.
         """
-        driver = self.primary.driver  # retained first: a closed device lends nothing
+        driver = self.primary.driver  # retains it first, so that a closed device raises
         kept = driver.kept.take(self.ordinal, key) or self._create_green(options)
 
         def give_back() -> None:
-            driver.synchronize_context(kept.handle)  # raises again where closing it has raised
+            driver.synchronize_context(kept.handle)  # if this raised at close, it raises again
             if self.health.failure is None:
                 driver.kept.put(self.ordinal, key, kept)
 
         return self._green(kept, give_back, kept.streams)
 
     def _create_green(self, options: ContextOptions) -> KeptContext:
-        driver = self.primary.driver  # retained first: a closed device makes nothing
+        driver = self.primary.driver  # retains it first, so that a closed device raises
         green = driver.create_green(describe(driver, self.ordinal, options), self.ordinal)
         try:
             return KeptContext(green, driver.green_context(green))
@@ -203,16 +205,16 @@ class Device(Uncopyable):
         return context
 
     def create_stream(self, *, priority: int = 0) -> Stream:
-        """Create a stream of the primary context: its work runs on *every* SM. May block."""
+        """Create a stream of the primary context; its work runs on *all* SMs. May block."""
         return Stream(self.primary, priority=priority)
 
     def close(self) -> None:
         """Close its green contexts, unload kernels, release the primary. Idempotent. May block.
 
         Raises:
-            InvalidRequest: one of its contexts is current on this thread, or a thread is inside a
+            InvalidRequest: One of its contexts is current on this thread, or a thread is inside a
                 block of it. Nothing is closed then.
-            CUDAError: the first error of the driver; every step was tried.
+            CUDAError: The driver's first error. All further steps were tried.
         """
         with self._lock:
             if self._closed:
@@ -223,7 +225,7 @@ class Device(Uncopyable):
             self._closed, primary = True, self._primary
         steps: list[Callable[[], None]] = [context.close for context in greens]
         if primary is None:
-            steps.append(self.loader.close)  # `Context.create`'s contexts may have used it
+            steps.append(self.loader.close)  # contexts of `Context.create` may use it, too
         else:
             steps += [partial(self._unload, primary), primary.close]
         try:
@@ -234,7 +236,7 @@ class Device(Uncopyable):
         self._primary = None
 
     def abandon(self) -> None:
-        """Leave its contexts as they are until the process ends: closing them has failed."""
+        """Leave its contexts as they are until the process ends, because closing them failed."""
         with self._lock:
             primary = () if self._primary is None else (self._primary,)
             for context in (*self._greens, *primary):
@@ -245,20 +247,20 @@ class Device(Uncopyable):
             self.loader.close()
 
     def __enter__(self) -> Self:
-        """Make its primary context current on this thread, until the block ends.
+        """Make the primary context current on this thread until the block ends.
 
-        Reentrant, reusable, and each thread's own. The first use of a device may block. No `await`
+        Reentrant, and separate for each thread. The first use of a device may block. No `await`
         inside: see `HeldAcrossAwait`.
         """
         self.primary.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restore the context of before, or none.
+        """Restore the previous context, or none.
 
         Raises:
-            HeldAcrossAwait: the block was held across an await, and that is an error here.
-            CUDAError: the context of before could not be restored. It never hides the body's.
+            HeldAcrossAwait: The block was held across an await, and that is an error here.
+            CUDAError: The previous context could not be restored. Never hides the body's error.
         """
         self.primary.__exit__(*exc)
 

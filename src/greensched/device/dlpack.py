@@ -1,7 +1,7 @@
-"""DLPack: reading and making capsules of device arrays, by the structs of dlpack.h.
+"""DLPack: reading and making capsules of device arrays, with the structs of dlpack.h.
 
-A capsule is read, not consumed: an object that keeps it keeps the memory, which its destructor
-releases.
+A capsule is read, not consumed: an object that keeps the capsule keeps the memory, which the
+capsule's destructor releases.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from greensched.errors import InvalidArray
 
 #: Source: dlpack.h 1.1, DLDeviceType.
 CUDA, CUDA_MANAGED = 2, 13
-#: The meaning of None as a consumer's stream. Source: the array API's `__dlpack__`.
+#: The stream that None stands for. Source: the array API's `__dlpack__`.
 LEGACY = 1
-#: The newest layout that is read here; a producer may return an older one.
+#: The newest layout that can be read; a producer may return an older one.
 VERSION: Final = (1, 1)
 #: DLPACK_FLAG_BITMASK_READ_ONLY
 _READ_ONLY: Final = 1
 #: DLDataTypeCode, as numpy's kinds.
 _KINDS: Final = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
-#: Types that numpy lacks.
+#: Names of dtypes that numpy lacks.
 _OTHERS: Final = {4: "bfloat16"}
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor, its DLDevice and DLDataType laid flat."""
+    """DLTensor, with its DLDevice and DLDataType as plain fields."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -47,7 +47,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """DLManagedTensor, of before 1.0: without a read-only flag."""
+    """DLManagedTensor, from before version 1.0, without a read-only flag."""
 
     _fields_ = (
         ("tensor", _Tensor),
@@ -69,12 +69,12 @@ class _Versioned(ctypes.Structure):
     )
 
 
-#: By the name of a capsule that is not consumed yet.
+#: The layout for each name of an unconsumed capsule.
 _LAYOUTS: Final = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
 #: Source: numpy 2.1's release notes.
 _GIVES_VERSIONED: Final = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1)
 
-# Not attributes of `ctypes.pythonapi`: those are shared, and others declare them otherwise.
+# Not attributes of the shared `ctypes.pythonapi`, which other code may declare differently.
 _name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
     ("PyCapsule_GetName", ctypes.pythonapi)
 )
@@ -85,9 +85,9 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array as a capsule, or a `__cuda_array_interface__`, describes it.
+    """An array as described by a capsule or a `__cuda_array_interface__`.
 
-    `strides` count bytes; None: C order. `kind` names the dtype, also one that numpy lacks.
+    `strides` count bytes; None means C order. `kind` names the dtype, even if numpy lacks it.
     """
 
     address: int
@@ -99,10 +99,10 @@ class View:
 
 
 def read(capsule: object) -> View:
-    """Read a capsule, which must be kept as long as the memory is used.
+    """Read a capsule, which must be kept while the memory is used.
 
     Raises:
-        InvalidArray: not a capsule, one consumed already, or elements that are not whole bytes.
+        InvalidArray: Not a capsule, a consumed one, or elements that are not whole bytes.
     """
     if type(capsule).__name__ != "PyCapsule":
         raise InvalidArray(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
@@ -151,7 +151,7 @@ def _dtype(tensor: _Tensor) -> tuple[np.dtype[Any], str]:
 
 
 class _Exported:
-    """Device memory that numpy wraps as an array, and never reads."""
+    """Device memory that numpy wraps as an array, but never reads."""
 
     def __init__(self, interface: dict[str, Any], released: Callable[[], None]) -> None:
         self.__array_interface__ = interface
@@ -172,15 +172,15 @@ def make(
 ) -> object:
     """Make a capsule for device memory in C order.
 
-    It is numpy's, with another device: a capsule may end while an exception propagates, or on a
-    thread without Python, and only code in C can handle that.
+    It is numpy's capsule with another device. A capsule may end while an exception propagates, or
+    on a thread without Python, which only C code can handle.
 
     Args:
-        address: of the first element.
-        device_id: its device's ordinal.
-        newest: the newest layout that the consumer knows; None: that of before 1.0.
-        released: called once, when the consumer releases the capsule, or never consumed it; on
-            any thread.
+        address: The address of the first element.
+        device_id: The ordinal of the device.
+        newest: The newest layout that the consumer knows. None: the layout from before 1.0.
+        released: Called once, on any thread, when the consumer releases the capsule, or if it never
+            consumes it.
 
     Raises:
         InvalidArray: DLPack has no such elements.

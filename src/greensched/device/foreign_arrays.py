@@ -1,14 +1,14 @@
-"""Arrays of other libraries in device memory, used where they lie.
+"""Arrays of other libraries in device memory, used in place.
 
 An object with `__dlpack__` or `__cuda_array_interface__` can be a kernel's argument or one end of
 a copy. Rules:
 
-1. DLPack goes first: given our stream, the producer orders it behind its own, by an event. By the
-   other protocol the producer names its stream, and we record the event; a producer that names
-   none has nothing in flight, or the user waits for it. No host thread ever waits.
-2. The array is checked with the arguments, and ordered (`dependencies`) when the stream is known;
+1. DLPack is tried first: given our stream, the producer orders it after its own, by an event. In
+   the other protocol the producer names its stream, and we record the event. A producer that names
+   no stream has no work in flight, or the user waits for it. No host thread ever waits.
+2. The array is checked with the arguments, and ordered (`dependencies`) once the stream is known,
    both before anything is queued.
-3. The array, and its memory, are kept until the ticket of the work that uses it is reached.
+3. The array and its memory are kept until the ticket of the work that uses it is reached.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class ForeignArray:
     """Another library's device array, used like a `Buffer`. Made by `as_foreign_array`.
 
     Attributes:
-        source: the array. Its DLPack capsule, if any, is kept with it.
-        device_id: the ordinal of its device; None: unknown.
-        address, shape, dtype, nbytes: as a Buffer's; a dtype that numpy lacks becomes plain bytes.
-        kind: the dtype in words.
-        is_typed: whether its elements have a dtype at all; else it is plain bytes.
-        is_read_only: as the array says. Not every array does.
+        source: The array. Its DLPack capsule, if any, is kept with it.
+        device_id: The ordinal of its device, or None if unknown.
+        address, shape, dtype, nbytes: As for a Buffer; a dtype that numpy lacks becomes plain
+            bytes.
+        kind: The dtype in words.
+        is_typed: Whether its elements have a dtype; otherwise it is plain bytes.
+        is_read_only: Whether the array says so. Not every array does.
     """
 
     __slots__ = (
@@ -76,34 +77,34 @@ class ForeignArray:
             )
 
     def check(self, device_id: int) -> None:
-        """Refuse an array of another device, where its device is known.
+        """Raise if the array is known to belong to another device.
 
         Raises:
-            WrongDevice: it belongs to another device.
+            WrongDevice: It belongs to another device.
         """
         if self.device_id is not None and self.device_id != device_id:
             raise WrongDevice("this array", self.device_id, device_id)
 
     def holds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether its elements have this dtype, or are bytes that can be read as it."""
+        """Whether its elements have this dtype, or are bytes that can be read as such."""
         return self.dtype == dtype or (not self.is_typed and self.nbytes % dtype.itemsize == 0)
 
     def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
         """Order the stream behind the array's producer. Its other users are unknown.
 
         Raises:
-            WrongDevice: its memory is another device's.
-            InvalidArray: its memory is no device's, or its producer refuses to export it.
-            InvalidRequest: its producer's stream is capturing, or cannot be waited for.
+            WrongDevice: Its memory belongs to another device.
+            InvalidArray: Its memory is on no device, or its producer refuses to export it.
+            InvalidRequest: Its producer's stream is capturing, or cannot be waited for.
         """
         self.order(stream.stream)
         return ()
 
     def order(self, stream: Stream) -> None:
-        """Have later work on a stream wait for the producer. Raises as `dependencies`."""
+        """Order later work on a stream after the producer. Raises as `dependencies`."""
         context = stream.context
         if self._capsule is not None:
-            _capsule_of(self.source, stream.address)  # only orders; the first capsule is kept
+            _capsule_of(self.source, stream.address)  # for its order only; the first one is kept
             return
         if self.nbytes:
             device = context.driver.memory_device(self.address)
@@ -120,10 +121,10 @@ class ForeignArray:
         stream.keep(ticket, self)
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
-        """Do nothing: the bound launch keeps it alive until `unbind`."""
+        """Do nothing, because the bound launch keeps it alive until `unbind`."""
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:
-        """Keep it alive until the last use of a bound launch, which has this ticket, is done."""
+        """Keep it alive until the last use of a bound launch, with this ticket, is done."""
         bound.track.keep(ticket, self)
 
     def __repr__(self) -> str:
@@ -135,7 +136,7 @@ DeviceOperand = Buffer | ForeignArray
 
 
 def is_on_device(value: object) -> bool:
-    """Whether a value is an array in device memory, by its own protocols."""
+    """Whether a value is an array in device memory, according to its own protocols."""
     if isinstance(value, np.ndarray):
         return False
     device_of = getattr(value, "__dlpack_device__", None)
@@ -145,10 +146,10 @@ def is_on_device(value: object) -> bool:
 
 
 def as_foreign_array(value: Any) -> ForeignArray | None:
-    """Return a view of another library's array; None: the value is not an array.
+    """Return a view of another library's array, or None if the value is not an array.
 
     Raises:
-        InvalidArray: it is in host memory, not contiguous, of foreign byte order, masked, or its
+        InvalidArray: It is in host memory, not contiguous, of foreign byte order, masked, or its
             producer refuses to export it; says why.
     """
     if isinstance(value, ForeignArray):
@@ -173,13 +174,13 @@ def as_foreign_array(value: Any) -> ForeignArray | None:
 
 
 def _capsule_of(source: Any, stream: int) -> object:
-    """Return its DLPack capsule, for work on a stream; -1: on none."""
+    """Return the array's DLPack capsule for work on a stream; -1 means no stream."""
     try:
         try:
             return source.__dlpack__(stream=stream, max_version=dlpack.VERSION)
-        except TypeError:  # of before DLPack 1.0
+        except TypeError:  # the producer predates DLPack 1.0
             return source.__dlpack__(stream=stream)
-    except GreenschedError:  # a Buffer's own, behind another library's view of it
+    except GreenschedError:  # from a Buffer under another library's view of it
         raise
     except Exception as error:
         raise InvalidArray(f"is not exported by its library: {error}") from error
@@ -207,9 +208,9 @@ def _view(interface: dict[str, Any]) -> dlpack.View:
 
 
 def _producer(interface: dict[str, Any]) -> int | None:
-    """Return the stream that its producer works on; None: it names none.
+    """Return the stream that the producer names, or None if it names none.
 
-    Read each time: the array may have another stream by now, and an earlier one may be gone.
+    Read each time, because the array may have a new stream, and the old one may be gone.
     """
     stream = interface.get("stream")
     if stream is not None and (type(stream) is not int or stream <= 0):
@@ -220,7 +221,7 @@ def _producer(interface: dict[str, Any]) -> int | None:
 
 
 def _is_contiguous(view: dlpack.View) -> bool:
-    """Whether it is in C order; the stride of a dimension of size one does not matter."""
+    """Whether it is in C order. The stride of a dimension of size one does not matter."""
     if view.strides is None or 0 in view.shape:
         return True
     wanted = view.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Whether a device can be used: one object, which its streams and allocators share."""
+"""Whether a device can be used: one object that its streams and allocators share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from greensched.errors import DeviceFault, DeviceLost, GreenschedError
 
 
 class DeviceHealth:
-    """What has ended the use of a device, if anything.
+    """What has ended the use of a device, if anything has.
 
     Attributes:
-        device: the device's ordinal, which faults are marked with.
-        is_over: the device has failed, or its pool ended over unfinished work: no ticket is
-            reached any more, and no memory comes back. One attribute for the hot paths.
-        failure: the first device fault.
-        closed_by: makes the error of a pool that was closed, or forked, over the device.
-        on_failure: called with the first fault before it is recorded here. A pool records it for
-            each of its devices, together with its own state.
+        device: The device's ordinal, for marking faults.
+        is_over: Whether the device has failed, or its pool ended over unfinished work. Then no
+            ticket is reached any more, and no memory is reused. One attribute for the hot paths.
+        failure: The first device fault.
+        closed_by: Makes the error after the pool over the device was closed or forked.
+        on_failure: Called with the first fault before it is recorded here. A pool records the fault
+            for all its devices, together with its own state.
     """
 
     __slots__ = ("closed_by", "device", "failure", "is_over", "on_failure")
@@ -30,7 +30,7 @@ class DeviceHealth:
         self.on_failure: Callable[[BaseException], object] | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Report a device fault. From any thread; only the first one counts."""
+        """Report a device fault. From any thread. Only the first fault counts."""
         if self.is_over:
             return
         if isinstance(error, DeviceFault) and error.device is None:
@@ -46,18 +46,18 @@ class DeviceHealth:
         self.is_over = True
 
     def close(self, closed_by: Callable[[], GreenschedError]) -> None:
-        """End the device's use without a fault: its pool was closed, or forked."""
+        """End the device's use without a fault, because its pool was closed or forked."""
         self.closed_by = closed_by
         self.is_over = True
 
     def error(self) -> GreenschedError:
-        """Return what work is told that will never be done; a new one, for its traceback."""
+        """Return the error for work that will never be done, a new one for its own traceback."""
         if self.failure is not None:
             return DeviceLost(self.failure)
         assert self.closed_by is not None, "nothing has ended this device"
         return self.closed_by()
 
     def check(self) -> None:
-        """Raise `DeviceLost`, `PoolClosed` or `ForkedPool` where the device's use is over."""
+        """Raise `DeviceLost`, `PoolClosed` or `ForkedPool` if the device is no longer used."""
         if self.is_over:
             raise self.error()

@@ -1,7 +1,7 @@
 """Launching: the geometry, its checks, and the launch itself.
 
-A kernel is launched on a stream, and the stream's context decides the SMs; the calling thread's
-current context does not matter.
+A kernel is launched on a stream, whose context determines the SMs. The calling thread's current
+context does not matter.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from greensched.typing import DeviceFacts, Dim3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """The number of threads of a launch.
+    """The geometry of a launch.
 
     Attributes:
-        grid: blocks in x, y, z; an int, or fewer numbers, leave the rest 1.
-        block: threads of a block, in the same way.
-        shmem_size: bytes of dynamic shared memory of each block.
+        grid: Blocks in x, y, z. With an int, or fewer numbers, the others are 1.
+        block: Threads of a block, in the same form.
+        shmem_size: Bytes of dynamic shared memory of each block.
 
     Raises:
-        InvalidLaunch: a number that is not a positive int (`shmem_size`: not >= 0). The limits of
+        InvalidLaunch: A number is not a positive int (`shmem_size`: not >= 0). The limits of
             a device are checked at the launch.
     """
 
     grid: int | tuple[int, ...]
     block: int | tuple[int, ...]
     shmem_size: int = 0
-    #: The same string for equal configurations, to look one up by: a string caches its hash.
+    #: Equal configurations have the same string, for look-ups: a string caches its hash.
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class LaunchConfig:
         """Check the limits of a device.
 
         Raises:
-            InvalidLaunch: grid, block or shared memory beyond the device; says which and its limit.
+            InvalidLaunch: The grid, block or shared memory exceeds a limit; says which.
         """
         for what, sizes, limits in (
             ("grid", self.grid3, facts.max_grid),
@@ -87,12 +87,12 @@ class LaunchConfig:
 
 
 class PreparedLaunch:
-    """A prepared launch: `launch()` submits it with the arguments' present values; never blocks.
+    """A prepared launch. `launch()` submits it with the present argument values. Never blocks.
 
     Args:
-        stream: where it goes.
-        handle: the kernel, loaded, and passed by `check_limits`.
-        arguments: set by the caller, before each `launch` or once.
+        stream: The stream.
+        handle: The handle of the loaded kernel, which `check_limits` has accepted.
+        arguments: The arguments, which the caller sets before each `launch` or once.
     """
 
     __slots__ = ("_parts", "arguments", "launch")
@@ -118,15 +118,15 @@ class PreparedLaunch:
 
     @property
     def kind(self) -> tuple[Kernel, str]:
-        """What launches that can replace each other have in common."""
+        """The key that interchangeable launches share."""
         return self._parts[2], self._parts[1].key
 
     def with_stream(self, stream: Stream) -> PreparedLaunch:
-        """Return the same launch, with the same arguments, on another stream of the device."""
+        """Return the same launch, with the same arguments, for another stream of the device."""
         return PreparedLaunch(stream, *self._parts[1:], self.arguments)
 
     def copy(self) -> PreparedLaunch:
-        """Return the same launch with the present values, whatever is set here later."""
+        """Return the same launch with a copy of the present values."""
         return self.with_arguments(self.arguments.copy())
 
     def with_arguments(self, arguments: KernelArguments) -> PreparedLaunch:
@@ -137,10 +137,10 @@ class PreparedLaunch:
 def check_limits(
     kernel: Kernel, handle: KernelHandle, config: LaunchConfig, facts: DeviceFacts, driver: Driver
 ) -> None:
-    """Ask the driver whether a loaded kernel can be launched so. Each answer is a driver call.
+    """Check by driver calls whether a loaded kernel can be launched with this geometry.
 
     Raises:
-        InvalidLaunch: more threads or shared memory than the kernel may have.
+        InvalidLaunch: The kernel may not have so many threads or so much shared memory.
     """
     limits = driver.kernel_limits(handle, facts.ordinal)
     config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")
@@ -148,7 +148,7 @@ def check_limits(
         most = facts.max_shared_bytes - limits.static_shared_bytes
         if config.shmem_size > most:
             raise InvalidLaunch("shmem_size", config.shmem_size, most)
-        # All there is: the permission is the kernel's, and another launch may need more.
+        # Allow the maximum, because it applies to the kernel and another launch may need more.
         driver.allow_shared(handle, facts.ordinal, most)
 
 
@@ -156,9 +156,9 @@ def check_launch(config: object, kernel: object, facts: DeviceFacts, driver: Dri
     """Check a launch as far as possible before anything is loaded or queued.
 
     Raises:
-        InvalidRequest: not a kernel, or not a launch configuration.
-        InvalidLaunch: a geometry beyond the device.
-        NotSimulable: the driver runs references, and the kernel lacks one, or its cost.
+        InvalidRequest: Not a kernel, or not a launch configuration.
+        InvalidLaunch: The geometry exceeds a limit of the device.
+        NotSimulable: The driver runs references, and the kernel has no reference or no cost.
     """
     if not isinstance(config, LaunchConfig) or not isinstance(kernel, Kernel):
         raise InvalidRequest(
@@ -170,10 +170,10 @@ def check_launch(config: object, kernel: object, facts: DeviceFacts, driver: Dri
 
 
 def check_runnable(kernel: Kernel, driver: Driver) -> None:
-    """Check, on a driver that runs references, that a kernel has one.
+    """Check, on a driver that runs references, that a kernel has a reference and a cost.
 
     Raises:
-        NotSimulable: it has no reference or no cost; says how to give it one.
+        NotSimulable: The kernel has no reference or no cost; says how to add one.
     """
     if driver.needs_binary:
         return
@@ -184,29 +184,29 @@ def check_runnable(kernel: Kernel, driver: Driver) -> None:
 
 
 class HasStream(Protocol):
-    """An object that stands for its stream, such as a partition."""
+    """An object that can replace its stream, such as a partition."""
 
     @property
     def stream(self) -> Stream: ...
 
 
 def launch(stream: Stream | HasStream, config: LaunchConfig, kernel: Kernel, *args: object) -> None:
-    """Launch a kernel on a stream, in cuda.core's order of arguments, and do not wait for it.
+    """Launch a kernel on a stream, with cuda.core's order of arguments, and do not wait.
 
-    A partition stands for its stream. Unlike `Partition.launch` this call does not order the
-    launch behind work of other streams on the same buffers, report its end, or keep its arguments
-    alive until then. It does order it behind the producers of other libraries' arrays. The first
-    launch of a kernel on a device compiles and loads it, which blocks: not on an event-loop thread.
+    A partition may replace its stream. Unlike `Partition.launch` this call does not order the
+    launch after other streams' work on the same buffers, report its end, or keep its arguments
+    alive. It does order it after the producers of other libraries' arrays. The first launch of a
+    kernel on a device compiles and loads it, which blocks: not for an event-loop thread.
 
     Raises:
-        Closed: the stream is closed, or its context.
-        InvalidRequest: not a stream, not a kernel, or not a launch configuration.
-        InvalidLaunch: a geometry beyond the device or the kernel.
-        ArgumentMismatch: wrong number or kind of arguments.
-        InvalidArray, WrongDevice: an array that cannot be used here.
-        NotSimulable: simulated, and the kernel has no reference or no cost.
-        CompileFailed: its source does not compile.
-        CUDAError: the driver refused it.
+        Closed: The stream or its context is closed.
+        InvalidRequest: Not a stream, not a kernel, or not a launch configuration.
+        InvalidLaunch: The geometry exceeds a limit of the device or the kernel.
+        ArgumentMismatch: The number or kind of arguments is wrong.
+        InvalidArray, WrongDevice: An array cannot be used here.
+        NotSimulable: The driver is simulated, and the kernel has no reference or no cost.
+        CompileFailed: The kernel's source does not compile.
+        CUDAError: The driver refused the launch.
     """
     if not isinstance(stream, Stream):
         given, stream = stream, getattr(stream, "stream", None)  # type: ignore[assignment]
@@ -227,7 +227,7 @@ def launch(stream: Stream | HasStream, config: LaunchConfig, kernel: Kernel, *ar
     check_limits(kernel, handle, config, context.facts, context.driver)
     prepared = PreparedLaunch(stream, config, kernel, handle, arguments)
     for used in arguments.buffers.values():
-        if stream.recorded is not None:  # ordered when the captured graph is launched
+        if stream.recorded is not None:  # it is ordered when the captured graph is launched
             stream.recorded.append(used)
         elif isinstance(used[0], ForeignArray):
             used[0].order(stream)

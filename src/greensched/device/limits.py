@@ -1,8 +1,8 @@
 """A context's settings (limits, cache configuration, flags) as properties of `Context`.
 
-Nothing is cached: each property asks the driver, and each assignment tells the driver. All
-settings are the primary context's, and its green contexts share them: those are views of it
-(cuda.h of 13.3, cuCtxFromGreenCtx), and no settings of their own are documented.
+Nothing is cached: each property reads from the driver, and each assignment writes to it. All
+settings belong to the primary context; its green contexts are views of it and share them (cuda.h of
+13.3, cuCtxFromGreenCtx); none of their own are documented.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MAX_BYTES = 2**64 - 1
 
 
 class ContextLimits(Uncopyable, abc.ABC):
-    """Typed properties for everything that a context can be set to.
+    """Typed properties for all settings of a context.
 
-    Reading never waits. Assigning may wait until the device is idle (a stack that grows): not for
-    an event-loop thread. The driver may round what is assigned: read the property again. Each
+    Reading never waits. Assigning may wait until the device is idle (if the stack grows): not for
+    an event-loop thread. The driver may round an assigned value, so read the property again. Each
     property raises:
 
-        Closed: the context is closed.
-        InvalidRequest: the assigned value has the wrong type, or is out of range.
-        NotSupported: the device has nothing that this limits.
-        CUDAError: the driver refused the value.
+        Closed: The context is closed.
+        InvalidRequest: The assigned value has the wrong type or is out of range.
+        NotSupported: The device lacks the resource of this limit.
+        CUDAError: The driver refused the value.
     """
 
     driver: Driver
@@ -37,21 +37,21 @@ class ContextLimits(Uncopyable, abc.ABC):
     @property
     @abc.abstractmethod
     def _base(self) -> Enterable:
-        """The context that has the settings: never a green one, which one thread at a time owns."""
+        """The context with the settings; not a green one, which only one thread at a time owns."""
 
     @abc.abstractmethod
     def _check(self) -> None:
-        """Raise `Closed` where the context has ended."""
+        """Raise `Closed` if the context has ended."""
 
     @property
     def flags(self) -> ContextFlags:
-        """The flags the context was made with: how its threads wait, and more."""
+        """The flags with which the context was created: how its threads wait, and more."""
         with self._inside():
             return self.driver.context_flags()
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of stack that each thread of a kernel has (CU_LIMIT_STACK_SIZE)."""
+        """Bytes of stack for each thread of a kernel (CU_LIMIT_STACK_SIZE)."""
         return self._limit(Limit.STACK)
 
     @stack_bytes.setter
@@ -60,7 +60,7 @@ class ContextLimits(Uncopyable, abc.ABC):
 
     @property
     def printf_fifo_bytes(self) -> int:
-        """Bytes of the ring that `printf` in kernels writes to (CU_LIMIT_PRINTF_FIFO_SIZE)."""
+        """Bytes of the ring buffer for `printf` in kernels (CU_LIMIT_PRINTF_FIFO_SIZE)."""
         return self._limit(Limit.PRINTF_FIFO)
 
     @printf_fifo_bytes.setter
@@ -69,7 +69,7 @@ class ContextLimits(Uncopyable, abc.ABC):
 
     @property
     def malloc_heap_bytes(self) -> int:
-        """Bytes of the heap that `malloc` in kernels takes from (CU_LIMIT_MALLOC_HEAP_SIZE)."""
+        """Bytes of the heap for `malloc` in kernels (CU_LIMIT_MALLOC_HEAP_SIZE)."""
         return self._limit(Limit.MALLOC_HEAP)
 
     @malloc_heap_bytes.setter
@@ -91,7 +91,7 @@ class ContextLimits(Uncopyable, abc.ABC):
 
     @property
     def cache_config(self) -> CacheConfig:
-        """Whether its kernels prefer more L1 cache or more shared memory; a hint."""
+        """Whether its kernels prefer more L1 cache or more shared memory. A hint."""
         with self._inside():
             return self.driver.cache_config()
 

@@ -9,10 +9,10 @@ from greensched.errors import OutOfMemory
 
 
 class MemoryQuota:
-    """A count of bytes in use, and their bound.
+    """A count of used bytes with a limit.
 
     Attributes:
-        most: the bound; None: no bound.
+        most: The limit. None: no limit.
     """
 
     def __init__(self, name: str, most: int | None) -> None:
@@ -20,14 +20,15 @@ class MemoryQuota:
         self.most = most
         self._lock = threading.Lock()
         self._used = 0
-        #: Returned, but not subtracted yet: a finaliser appends, perhaps while the lock is held.
+        #: Returned bytes that are not subtracted yet; finalisers append, even while the lock is
+        #: held.
         self._returned: deque[int] = deque()
 
     def take(self, nbytes: int) -> None:
-        """Count more bytes.
+        """Count further bytes.
 
         Raises:
-            OutOfMemory: more than the bound, which is the error's `total`.
+            OutOfMemory: The limit would be exceeded; it is the error's `total`.
         """
         with self._lock:
             while self._returned:

@@ -19,20 +19,20 @@ from greensched.errors import (
 )
 from greensched.typing import SharingScope
 
-#: Blocks of the largest thread-block cluster that every device with clusters takes. Source:
+#: The largest thread-block cluster, in blocks, that every device with clusters accepts. Source:
 #: programming guide, "Thread Block Clusters".
 PORTABLE_CLUSTER = 8
 
 
 class SMResource:
-    """Some SMs of a device. Immutable; nothing to close.
+    """Some SMs of a device. Immutable. Nothing has to be closed.
 
-    Made by the `resources` of a device, context or stream, or by a split; never by hand: it holds
-    opaque bytes of the driver.
+    Made by the `resources` of a device, context or stream, or by a split, but never directly,
+    because it holds opaque bytes of the driver.
 
     Args:
-        cut: an object that all outputs of one split share; None: it can be split itself.
-        is_trial: it came from a dry run, and no context can be made of it.
+        cut: An object that all outputs of one split share. None: it is no output and can be split.
+        is_trial: Whether it came from a dry run, so that no context can be made of it.
     """
 
     __slots__ = (
@@ -61,39 +61,38 @@ class SMResource:
         self.cut = cut
         self.is_trial = is_trial
         self.device_id = device_id
-        #: The driver's.
+        #: The driver's handle.
         self.handle = handle
         #: The number of SMs.
         self.sm_count = facts.sm_count
-        #: The smallest group of a split. 0 for outputs of a split where the driver does not say.
+        #: The smallest group of a split. 0 for outputs of a split if the driver does not report it.
         self.min_partition_size = facts.min_partition_size
-        #: SMs that are co-scheduled: counts are multiples of it. 0 as above.
+        #: The number of SMs that are co-scheduled; counts are multiples of it. 0 as above.
         self.coscheduled_alignment = facts.coscheduled_alignment
-        #: The driver's: 1 for a group that was backfilled (CUdevSmResourceGroup_flags).
+        #: The driver's flags: 1 for a group with backfill (CUdevSmResourceGroup_flags).
         self.flags = facts.flags
 
     def split(
         self, options: SMResourceOptions, *, dry_run: bool = False
     ) -> tuple[list[SMResource], SMResource | None]:
-        """Split it into groups of exactly the sizes of `options`. Does not block.
+        """Split it into groups of exactly the sizes in `options`. Does not block.
 
-        All groups and the remainder of *one* call are disjoint, and may be combined in one
-        context. Two calls start from the same SMs: their groups overlap. Nothing is reserved.
+        All groups and the remainder of *one* call are disjoint, and may be combined in one context.
+        Groups of two calls overlap, because both start from the same SMs. Nothing is reserved.
 
         Args:
-            options: the number of groups, and their SMs.
-            dry_run: only ask. It makes the same split, and is refused in the same way; its outputs
-                have their sizes, and no context can be made of them.
+            options: The number of groups, and their SMs.
+            dry_run: Whether only to test. The split and its refusals are the same; the outputs have
+                their sizes, but no context can be made of them.
 
         Returns:
-            The groups and the remainder, None where no SM is left over. A remainder may have no
-            co-scheduled SMs.
+            The groups, and the remainder or None. A remainder may have no co-scheduled SMs.
 
         Raises:
-            InvalidSplit: such a split is not possible; says why, and the nearest sizes.
-            InvalidRequest: bad values; or it is itself the output of a split (make a context of
-                it, and split that context's `resources.sm`).
-            NotSupported: unequal groups, backfill or preferred sizes, below CUDA 13.1.
+            InvalidSplit: The split is not possible; says why, and the nearest sizes.
+            InvalidRequest: A value is invalid, or this object is itself an output of a split (make
+                a context of it, and split that context's `resources.sm`).
+            NotSupported: Unequal groups, backfill or preferred sizes need CUDA 13.1.
         """
         if not isinstance(options, SMResourceOptions):
             raise InvalidRequest(f"split takes SMResourceOptions(count=...); got {options!r}")
@@ -105,17 +104,18 @@ class SMResource:
     def split_evenly(
         self, minimum: int, *, fine: bool = False
     ) -> tuple[list[SMResource], SMResource | None]:
-        """Split it into as many equal groups as possible, for a pool; the same in each pool.
+        """Split it into as many equal groups as possible, in the same way for each pool.
 
-        Only the driver knows how many groups fit on a chip, by the older split by count, which
-        rounds sizes up.
+        How many groups fit on a chip, only the driver knows. This uses the older split by count,
+        which rounds sizes up.
 
         Args:
-            minimum: the least number of SMs of a group.
-            fine: SMs need not be co-scheduled: finer groups, without large clusters.
+            minimum: The least number of SMs of a group.
+            fine: Whether SMs need not be co-scheduled, which allows finer groups but not large
+                clusters.
 
         Raises:
-            CUDAError: INVALID_RESOURCE_CONFIGURATION: no such group fits.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION if no such group fits.
         """
         self._check_whole()
 
@@ -148,22 +148,22 @@ class SMResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkqueueResourceOptions:
-    """The settings of `WorkqueueResource.configure`; None leaves one as it is.
+    """The settings of `WorkqueueResource.configure`. None leaves a setting unchanged.
 
     Attributes:
-        sharing_scope: `"device_ctx"`: all contexts share work queues; `"green_ctx_balanced"`: not
-            with other contexts that have this setting, where that is possible.
-        concurrency_limit: the number of streams that will have work at once, at least 1; a hint.
+        sharing_scope: `"device_ctx"`: all contexts share work queues. `"green_ctx_balanced"`: not
+            shared with other contexts that have this setting, if possible.
+        concurrency_limit: The number of streams that will have work at once, at least 1. A hint.
     """
 
     sharing_scope: SharingScope | None = None
     concurrency_limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, in the same way for every driver.
+        """Check the values, equally for every driver.
 
         Raises:
-            InvalidRequest: an unknown scope, or a limit out of range.
+            InvalidRequest: The scope is unknown, or the limit out of range.
         """
         scope, limit = self.sharing_scope, self.concurrency_limit
         if scope is not None and scope not in get_args(SharingScope):
@@ -176,9 +176,9 @@ class WorkqueueResourceOptions:
 
 
 class WorkqueueResource:
-    """A configuration of how a context uses the device's work queues. Nothing to close.
+    """How a context uses the device's work queues. Nothing has to be closed.
 
-    Made by the `resources` of a device, context or stream, on drivers of CUDA 13.1 and newer.
+    Made by the `resources` of a device, context or stream. Needs a driver of CUDA 13.1.
     """
 
     __slots__ = ("_driver", "device_id", "handle")
@@ -186,7 +186,7 @@ class WorkqueueResource:
     def __init__(self, driver: Driver, device_id: int, handle: ResourceHandle) -> None:
         self._driver = driver
         self.device_id = device_id
-        #: The driver's; another one after `configure`.
+        #: The driver's handle, a new one after `configure`.
         self.handle = handle
 
     @property
@@ -196,14 +196,14 @@ class WorkqueueResource:
 
     @property
     def concurrency_limit(self) -> int:
-        """Number of streams that will have work at once; first CUDA_DEVICE_MAX_CONNECTIONS."""
+        """The streams that will have work at once; initially CUDA_DEVICE_MAX_CONNECTIONS."""
         return self._driver.workqueue_facts(self.handle).concurrency_limit
 
     def configure(self, options: WorkqueueResourceOptions) -> None:
-        """Change it for contexts made of it later. Does not block.
+        """Change the settings for contexts made of it later. Does not block.
 
         Raises:
-            InvalidRequest: not `WorkqueueResourceOptions`; nothing is changed.
+            InvalidRequest: Not `WorkqueueResourceOptions`; nothing is changed.
         """
         if not isinstance(options, WorkqueueResourceOptions):
             raise InvalidRequest(f"configure takes WorkqueueResourceOptions; got {options!r}")
@@ -221,11 +221,11 @@ class WorkqueueResource:
 
 
 class DeviceResources:
-    """The resources of a device, or of a context. Each property asks the driver.
+    """The resources of a device or a context. Each property reads from the driver.
 
     Args:
-        context: the context; None: the device.
-        check: raises where the context has ended.
+        context: The context. None: the device.
+        check: Raises if the context has ended.
     """
 
     __slots__ = ("_check", "_context", "_driver", "device_id")
@@ -254,10 +254,10 @@ class DeviceResources:
 
     @property
     def workqueue(self) -> WorkqueueResource:
-        """The work-queue configuration, as a copy to configure.
+        """A copy of the work-queue configuration, which can be changed by `configure`.
 
         Raises:
-            NotSupported: a driver below CUDA 13.1.
+            NotSupported: The driver is older than CUDA 13.1.
         """
         self._check()
         if self._context is None:
@@ -272,17 +272,17 @@ class ContextOptions:
     """The resources of a green context, for `Device.create_context`.
 
     Attributes:
-        resources: SMs (several: outputs of one split), and at most one work-queue configuration;
-            that one alone means every SM.
+        resources: SMs (if several, outputs of one split), and at most one work-queue
+            configuration; alone it stands for every SM.
     """
 
     resources: Sequence[SMResource | WorkqueueResource]
 
 
 def describe(driver: Driver, device_id: int, options: ContextOptions) -> DescriptorHandle:
-    """Create the descriptor of a green context; the driver keeps it until the process ends.
+    """Create a green context's descriptor, which the driver keeps until the process ends.
 
-    Raises: as `Device.create_context`.
+    Raises: As `Device.create_context`.
     """
     resources = _checked(options)
     for resource in resources:
@@ -324,9 +324,9 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
 
 
 def _overlap(sms: Sequence[SMResource]) -> str | None:
-    """Return why a combination would have SMs twice, if it would.
+    """Return why a combination would contain SMs twice, or None.
 
-    Driver 580 accepts that, and counts them twice (docs/measurements/h200-580/resources.txt).
+    Driver 580 accepts this, and counts them twice (docs/measurements/h200-580/resources.txt).
     """
     if len(sms) < 2:
         return None
@@ -340,7 +340,7 @@ def _overlap(sms: Sequence[SMResource]) -> str | None:
 
 
 def _explain(sms: Sequence[SMResource]) -> str:
-    """Return the known reason against a combination; the driver gives none."""
+    """Return the known reason for refusing a combination; the driver gives none."""
     if len({one.coscheduled_alignment for one in sms}) > 1:
         return (
             "from CUDA 13.1 on SMs of unequal alignment cannot be combined "
@@ -352,13 +352,14 @@ def _explain(sms: Sequence[SMResource]) -> str:
 
 
 def max_cluster_size(compute_capability: tuple[int, int], sms: SMResource) -> int:
-    """Return the blocks of the largest thread-block cluster that always fits; 1: no clusters.
+    """Return the most blocks of a thread-block cluster that always fits; 1 without clusters.
 
     A cluster runs on co-scheduled SMs.
 
     Args:
-        compute_capability: of the device.
-        sms: those of a context; driver 580 does not say the alignment of a split's outputs.
+        compute_capability: The device's.
+        sms: The SMs of a context, because driver 580 does not report the alignment of a split's
+            outputs.
     """
     if compute_capability < (9, 0):
         return 1

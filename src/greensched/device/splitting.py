@@ -1,8 +1,8 @@
 """Splitting SMs into groups: the options, the driver's calls, and the reason for a refusal.
 
-Below CUDA 13.1 a driver only makes equal groups, of sizes it rounds up. A split here is never
-rounded: on every driver a group has the SMs of the options, or the split is refused with the
-nearest one that is possible.
+Below CUDA 13.1 a driver makes only equal groups, and rounds their sizes up. A split here is never
+rounded: on every driver each group has exactly the requested SMs, or the split is refused with the
+nearest possible sizes.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from greensched.driver.types import ResourceFacts, ResourceHandle, SMGroup
 from greensched.errors import CUDAError, InvalidRequest, InvalidSplit, NotSupported
 from greensched.typing import Feature
 
-#: The requirement of the structured split. Source: cuda.h of 13.1, and wheels of cuda-bindings.
+#: What the structured split requires. Source: cuda.h of 13.1, and wheels of cuda-bindings.
 NEEDED = "driver and bindings of CUDA 13.1"
 
 #: CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION. Source: cuda.h.
 REFUSALS = (1, 915)
 
-#: The largest `unsigned int` of the driver: for more the bindings raise, or truncate.
+#: The driver's largest `unsigned int`. For larger numbers the bindings raise or truncate.
 MOST = 2**32 - 1
 
-#: The largest sets of co-scheduled SMs, from compute capability 9.0 on and before. Source:
+#: The largest sets of co-scheduled SMs: from compute capability 9.0 on, and before. Source:
 #: programming guide, table 30.
 LARGEST_SETS = (32, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SMResourceOptions:
-    """The groups that `SMResource.split` makes. Counts are SMs; the names are cuda.core's.
+    """The groups that `SMResource.split` makes. Counts are SMs; names are those of cuda.core.
 
-    A sequence has a value for each group; a single value is for all. `count` decides the number of
-    groups: one, or as many as it has values.
+    A sequence has a value for each group; a single value applies to all groups. `count` determines
+    the number of groups: one, or its length.
 
     Attributes:
-        count: SMs of a group, even; None: the largest group possible.
-        coscheduled_sm_count: the least number of co-scheduled SMs, for thread-block clusters;
+        count: SMs of a group, an even number. None: the largest possible group.
+        coscheduled_sm_count: The least number of co-scheduled SMs, for thread-block clusters.
             None: the device's own number (8 from compute capability 9.0 on, else 2). `count` is a
-            multiple of it. 2 allows every even count, and gives up large clusters.
-        preferred_coscheduled_sm_count: the same, where that is possible (13.1).
-        backfill: take any SMs where co-scheduled ones do not suffice (13.1).
+            multiple of it. 2 allows every even count, but large clusters do not fit.
+        preferred_coscheduled_sm_count: The preferred number, if possible (13.1).
+        backfill: Whether to add other SMs if co-scheduled ones do not suffice (13.1).
     """
 
     count: int | Sequence[int | None] | None = None
@@ -57,7 +57,7 @@ class SMResourceOptions:
         """One entry for each group.
 
         Raises:
-            InvalidRequest: a bad value, or sequences of another length than `count`.
+            InvalidRequest: A value is invalid, or a sequence differs from `count` in length.
         """
         several = _is_sequence(self.count)
         number = len(self.count) if several else 1  # type: ignore[arg-type]  # then it has a length
@@ -98,17 +98,17 @@ def _flag(name: str, value: object) -> bool:
 
 
 def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
-    """Split SMs into groups, by one call, so that they are disjoint. Does not block.
+    """Split SMs into groups by one call, so that they are disjoint. Does not block.
 
     Args:
-        driver: the SMs' driver.
-        device: the ordinal of their device.
-        whole: the SMs.
-        groups: the groups to make.
+        driver: The driver of the SMs.
+        device: The ordinal of their device.
+        whole: The SMs.
+        groups: The groups to make.
 
     Raises:
-        InvalidSplit: such a split is not possible; says why, and the nearest sizes.
-        NotSupported: unequal groups, and a driver below CUDA 13.1.
+        InvalidSplit: The split is not possible; says why, and the nearest sizes.
+        NotSupported: Unequal groups need CUDA 13.1.
     """
     method = _split_method(driver, groups)
     try:
@@ -146,7 +146,7 @@ def _structured(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 
 
 def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
-    """Make equal groups by the older split; refuse where it would round up, or make fewer."""
+    """Make equal groups by the older split; refuse if it would round up or make fewer."""
     have, one = driver.resource_facts(whole), groups[0]
     fine = one.coscheduled_sm_count == 2
     if one.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
@@ -175,7 +175,7 @@ def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) 
 def _explain(
     have: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
 ) -> str:
-    """Return the reason of a refusal, as far as the numbers show it."""
+    """Return the reason for a refusal, as far as the numbers show it."""
     counts = [group.sm_count for group in groups]
     for count, group in zip(counts, groups, strict=True):
         sets, wider = group.coscheduled_sm_count, group.preferred_coscheduled_sm_count
@@ -183,7 +183,7 @@ def _explain(
             if size % 2 or size > largest_set:
                 return f"sets of {size}: sets are even, and have {largest_set} SMs at most"
         step = sets or have.coscheduled_alignment or 2
-        fine = sets == 2  # has a least group of its own
+        fine = sets == 2  # which has its own least group
         least = step if structured or fine else max(step, have.min_partition_size)
         if wider % step:
             return f"sets of {wider} are preferred, which is not a multiple of {step}"
@@ -210,9 +210,9 @@ def _hints(structured: bool) -> str:
 
 
 def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> tuple[int, ...]:
-    """Return the nearest sizes that are possible; fewer groups where not all are.
+    """Return the nearest possible sizes; fewer groups if not all fit.
 
-    Found by trying: only the driver knows the chip. A split reserves nothing.
+    They are found by trials, because only the driver knows the chip. A split reserves nothing.
     """
     if not driver.supports(Feature.STRUCTURED_SPLIT):
         return _nearest_alike(driver, whole, groups)
@@ -232,7 +232,7 @@ def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -
 def _nearest_alike(
     driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 ) -> tuple[int, ...]:
-    """Return as many groups of one size as possible, where the driver makes equal groups only."""
+    """Return as many groups of one size as possible, for drivers that only make equal groups."""
     have, one = driver.resource_facts(whole), groups[0]
     for number in range(min(len(groups), have.sm_count), 0, -1):
         for size in _sizes(one, have, have.sm_count // number):
@@ -242,7 +242,7 @@ def _nearest_alike(
 
 
 def _sizes(group: SMGroup, have: ResourceFacts, most: int) -> list[int]:
-    """Return the sizes to try for a group, the nearest to its own first."""
+    """Return the sizes to try for a group, nearest to its own size first."""
     step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
     sizes = range(2 if group.backfill or step % 2 else step, most + 1, 2)
     fitting = [size for size in sizes if group.backfill or size % step == 0]

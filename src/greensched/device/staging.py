@@ -1,8 +1,8 @@
-"""Large copies: through two chunks of pinned memory, by an executor's thread.
+"""Large copies through two chunks of pinned memory, on an executor's thread.
 
-While the device moves one chunk the host fills or empties the other. A copy borrows what it needs
-from its device's `StagingPool`, and returns it at its end: two chunks; and, for a copy to another
-device through host memory, a stream of that device.
+While the device moves one chunk the host fills or empties the other. A copy takes two chunks from
+its device's `StagingPool`, and returns them at its end. A copy to another device through host
+memory also takes a stream of that device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from greensched.device.streams import Event, Stream
 from greensched.device.tickets import TicketedStream
 from greensched.driver.types import HostMemory
 
-#: A chunk of a large copy. 4 MiB take 70 us over PCIe 5.0, far above the cost of a copy.
+#: Bytes of a chunk. 4 MiB take 70 us over PCIe 5.0, far more than a copy's fixed cost.
 CHUNK = 4 << 20
-#: A part of a copy between device memories that reports its progress: 64 MiB take 30 us inside an
-#: H200, 150 us between two of them.
+#: Bytes after which a copy between device memories reports its progress: 64 MiB take 30 us inside
+#: an H200, 150 us between two of them.
 PART = 64 << 20
 
 Array = npt.NDArray[Any]
-#: Called with the number of bytes moved; an exception ends the copy.
+#: Called with the number of moved bytes. An exception ends the copy.
 Moved = Callable[[int], object]
 #: (offset, bytes).
 Part = tuple[int, int]
@@ -54,7 +54,7 @@ class DoubleBuffer:
         self._bytes: list[Bytes] = [np.frombuffer(memory.view, np.uint8) for memory in self.memory]
 
     def place(self, which: int, like: Array) -> Array:
-        """Return the beginning of a chunk as an array like another one."""
+        """Return the beginning of a chunk as an array of the shape and dtype of another."""
         return self._bytes[which][: like.nbytes].view(like.dtype).reshape(like.shape)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def prepare(self, copies: int) -> None:
-        """Create the chunks for a number of large copies at once."""
+        """Create the chunks for this many simultaneous large copies."""
         buffers = [self.take() for _ in range(copies)]
         self._buffers += buffers
 
@@ -100,14 +100,14 @@ class StagingPool:
         return self._take(self._buffers, DoubleBuffer)
 
     def put(self, buffer: DoubleBuffer) -> None:
-        """Take two chunks back that the device uses no more."""
+        """Take back two chunks that the device no longer uses."""
         self._buffers.append(buffer)
 
     @contextmanager
     def peer_stream(self) -> Iterator[PeerStream]:
-        """Lend a stream of this device to a copy from another one.
+        """Lend a stream of this device for a copy from another device.
 
-        It is returned when its work is done; where the driver cannot say so, never.
+        It is returned when its work is done, or never if the driver cannot tell.
         """
         peer = self._take(self._peers, PeerStream)
         try:
@@ -127,7 +127,7 @@ class StagingPool:
         return made
 
     def close(self) -> None:
-        """Free all memory and streams; the device must have no work. May block."""
+        """Free all memory and streams. The device must be idle. May block."""
         made, self._made = self._made, []
         self._buffers, self._peers = [], []
         with self._primary.entered():
@@ -141,9 +141,9 @@ class ChunkedCopier:
     An exception of `moved`, or of the host's copy, ends the copy between two chunks.
 
     Args:
-        stream: where the copies go.
-        events: two, of the stream's context.
-        staging: lends the chunks.
+        stream: The stream for the copies.
+        events: Two events of the stream's context.
+        staging: The pool of chunks.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ChunkedCopier:
             _by_twos(pieces(out, CHUNK), begin, end)
 
     def in_parts(self, copy: Callable[[int, int], None], nbytes: int, moved: Moved) -> None:
-        """Have `copy(offset, nbytes)` submit a copy of device memory, part by part."""
+        """Call `copy(offset, nbytes)` for each part, to submit a copy of device memory."""
 
         def begin(which: int, part: Part) -> Event:
             copy(*part)
@@ -196,7 +196,7 @@ class ChunkedCopier:
     def copy_from_peer(
         self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved
     ) -> None:
-        """Copy memory of another device to this one's, through the chunks."""
+        """Copy another device's memory to this device's, through the chunks."""
         driver = self._driver
 
         def begin(which: int, part: Part) -> Event:
@@ -215,7 +215,7 @@ class ChunkedCopier:
     def copy_to_peer(
         self, far: StagingPool, source: int, target: int, nbytes: int, moved: Moved
     ) -> None:
-        """Copy this device's memory to another one's, through the chunks."""
+        """Copy this device's memory to another device's, through the chunks."""
         driver = self._driver
 
         def begin(which: int, part: Part) -> Event:
@@ -239,12 +239,12 @@ class ChunkedCopier:
 
     @contextmanager
     def _lent(self) -> Iterator[DoubleBuffer]:
-        """Lend two chunks until the device uses them no more; where it cannot say so, for good."""
+        """Lend two chunks until the device no longer uses them; for ever if it cannot tell."""
         pair = self._staging.take()
         try:
             yield pair
         except BaseException:
-            self._stream.sync()  # not an event, which may be what could not be recorded
+            self._stream.sync()  # not an event, because recording may be what failed
             self._staging.put(pair)
             raise
         self._staging.put(pair)
@@ -253,7 +253,7 @@ class ChunkedCopier:
 def _by_twos(
     items: Iterable[T], begin: Callable[[int, T], Event], end: Callable[[int, T], object]
 ) -> None:
-    """Begin each item on one of two chunks, and end it once it is done; two are under way."""
+    """Begin items alternately on two chunks, and end each once it is done."""
     under_way: deque[tuple[Event, int, T]] = deque()
 
     def end_first() -> None:

@@ -1,9 +1,9 @@
 """Copies between arrays and device memory, through pinned staging.
 
-The device reads and writes host memory at full speed only where it is pinned, and a copy from
-other memory blocks the caller; so every copy goes through pinned memory. A small array takes one
-slot of a ring that the device shares, copied on the calling thread. A large one goes in chunks
-(`staging`), by an executor's thread: no loop ever copies more than a slot.
+The device accesses host memory at full speed only if it is pinned, and a copy from other memory
+blocks the caller. So every copy goes through pinned memory. A small array takes one slot of the
+device's ring, and is copied on the calling thread. A large one goes in chunks (`staging`), on an
+executor's thread. So no loop ever copies more than a slot.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from greensched.device.tickets import TicketedStream
 from greensched.driver.types import HostMemory
 from greensched.errors import InvalidArray
 
-#: Bytes of a slot, which a loop's thread may copy. 64 KiB take some 6 us at 10 GB/s.
+#: Bytes of a slot, the most that a loop's thread copies. 64 KiB take some 6 us at 10 GB/s.
 SLOT = 64 << 10
-#: Slots of a device: small copies under way at once; further ones go by `staging`.
+#: Slots of a device, for simultaneous small copies; further ones use `staging`.
 SLOTS = 64
 
 Array = npt.NDArray[Any]
@@ -43,7 +43,7 @@ class StagingSlot:
         self._bytes: Bytes = np.frombuffer(memory.view, np.uint8)[start : start + SLOT]
 
     def place(self, like: Array) -> Array:
-        """Return the beginning of the slot as an array like another one."""
+        """Return the beginning of the slot as an array of the shape and dtype of another."""
         return self._bytes[: like.nbytes].view(like.dtype).reshape(like.shape)
 
 
@@ -59,18 +59,18 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def take(self) -> StagingSlot | None:
-        """Return a free slot; None: all are in use."""
+        """Return a free slot, or None if all are in use."""
         with self._lock:
             while self._used and self._used[0][0].reached(self._used[0][1]):
                 self._free.append(self._used.popleft()[2])
             return self._free.pop() if self._free else None
 
     def release_after(self, slot: StagingSlot, stream: TicketedStream, ticket: int) -> None:
-        """Make the slot free once a ticket is reached."""
+        """Free the slot once a ticket is reached."""
         self._used.append((stream, ticket, slot))
 
     def release(self, slot: StagingSlot) -> None:
-        """Make the slot free."""
+        """Free the slot."""
         self._free.append(slot)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Arr
 
     No piece is a copy, whatever the strides.
     """
-    array = np.asarray(array)  # indexing a subclass may keep a dimension, as a matrix does
+    array = np.asarray(array)  # because indexing a subclass, such as a matrix, may keep dimensions
     if array.nbytes <= limit:
         yield offset, array
     elif array.ndim:
@@ -95,16 +95,16 @@ def pieces(array: Array, limit: int, offset: int = 0) -> Iterator[tuple[int, Arr
         for start in range(0, len(array), step):
             part = array[start, ...] if row > limit else array[start : start + step]
             yield from pieces(part, limit, offset + start * row)
-    else:  # one element larger than the limit: its bytes
+    else:  # one element exceeds the limit: yield its bytes
         yield from pieces(array.reshape(1).view(np.uint8), limit, offset)
 
 
 def source_array(array: object) -> Array:
-    """Return an array to upload as numpy's, without a copy where it is one already.
+    """Return an array to upload as a numpy array, copied only if it is not one already.
 
     Raises:
-        InvalidArray: not an array, an array of Python objects or of foreign byte order, or one
-            in device memory.
+        InvalidArray: Not an array, or one with Python objects or foreign byte order, or in device
+            memory.
     """
     if is_on_device(array):
         raise InvalidArray(
@@ -119,7 +119,7 @@ def source_array(array: object) -> Array:
 
 
 def target_array(buffer: DeviceOperand, out: object) -> Array:
-    """Where a download goes: `out`, or a new array.
+    """Return the target of a download: `out`, or a new array.
 
     Raises:
         InvalidArray: `out` is not an array, is read-only, or differs in shape or dtype.

@@ -1,7 +1,7 @@
 """Streams and events of a context.
 
-A child holds its parent: a `Stream` keeps its context alive, so a handle that exists is valid. A
-stream or event that was never closed warns, and ends with its context; no destructor calls CUDA.
+A `Stream` or `Event` keeps its context alive, so an existing handle is valid. A stream or event
+that is never closed warns, and is destroyed with its context; no destructor calls CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ C = TypeVar("C", "Event", "Stream")
 
 
 class StreamContext(Protocol):
-    """The part of a `Context` that its streams and events use."""
+    """What streams and events need from their `Context`."""
 
     driver: Driver
     handle: ContextHandle
@@ -76,8 +76,8 @@ class Event(Uncopyable):
         blocking: bool = True,
         made_in: StreamContext | None = None,
     ) -> None:
-        self.is_closed = True  # until there is a handle: `__del__` runs after a failed create, too
-        #: The context it belongs to, which it keeps alive, and with which it ends.
+        self.is_closed = True  # until there is a handle, because `__del__` runs in any case
+        #: The context, which the event keeps alive, and with which it ends.
         self.context = context
         with (context if made_in is None else made_in).entered():
             self.handle = context.driver.create_event(timing=timing, blocking=blocking)
@@ -86,15 +86,15 @@ class Event(Uncopyable):
 
     @property
     def is_done(self) -> bool:
-        """Whether the work it recorded is done; True before any record. Does not block."""
+        """Whether the recorded work is done; True before any record. Does not block."""
         return self.context.driver.query_event(_open(self, "event").handle)
 
     def sync(self) -> None:
-        """Block until the work it recorded is done; not for an event-loop thread."""
+        """Block until the recorded work is done. Not for an event-loop thread."""
         self.context.driver.synchronize_event(_open(self, "event").handle)
 
     def elapsed_since(self, start: Event) -> float:
-        """Return seconds of device time from `start` to this; both created with `timing`, and done.
+        """Return the seconds of device time since `start`. Both need `timing`, and must be done.
 
         Resolution is about 0.5 us (driver API, cuEventElapsedTime).
         """
@@ -106,7 +106,7 @@ class Event(Uncopyable):
         """Destroy it, whether or not its work is done. Idempotent; does not block."""
         if not self.is_closed:
             self.is_closed = True
-            if self.context.is_closed:  # which destroyed the handle
+            if self.context.is_closed:  # the context has destroyed the handle
                 return
             self.context.events.discard(self.handle)
             self.context.driver.destroy_event(self.handle)
@@ -120,28 +120,28 @@ class Event(Uncopyable):
 
 
 class Stream(Uncopyable):
-    """A non-blocking stream of a context: work on it runs in order, on its context's SMs.
+    """A non-blocking stream of a context. Its work runs in order, on the context's SMs.
 
-    Made by `Context.create_stream` or `Device.create_stream`. It may be used from any thread.
+    Made by `Context.create_stream` or `Device.create_stream`. For any thread.
     """
 
     __slots__ = ("context", "handle", "is_closed", "recorded")
 
     def __init__(self, context: StreamContext, *, priority: object = 0) -> None:
         self.is_closed = True
-        #: During a capture of ours: the arrays that kernels use, and whether they write them.
+        #: During our own capture: the arrays that kernels use, and whether they write them.
         self.recorded: list[tuple[Any, bool]] | None = None
         if type(priority) is not int or not -PRIORITIES <= priority < PRIORITIES:
             raise InvalidRequest(
                 f"priority={priority!r}: give an int, such as 0, or -1, which is more urgent"
             )
-        #: The context it belongs to, which it keeps alive.
+        #: The context, which the stream keeps alive.
         self.context = context
         self.handle = context.open_stream(priority)
         self.is_closed = False
 
     def check(self) -> None:
-        """Raise Closed if it, or its context, is closed."""
+        """Raise Closed if the stream or its context is closed."""
         _open(self, "stream")
 
     @property
@@ -151,16 +151,16 @@ class Stream(Uncopyable):
 
     @property
     def resources(self) -> DeviceResources:
-        """Its context's resources: `sm` and `workqueue`."""
+        """The context's resources: `sm` and `workqueue`."""
         return _open(self, "stream").context.resources
 
     def record(self, event: Event | None = None) -> Event:
-        """Record the work submitted so far in an event (a new one if none is given).
+        """Record the work submitted so far in an event, a new one by default.
 
         Raises:
-            WrongContext: one of the two belongs to an own context, and the other does not.
-            WrongThread: a new event is needed, this driver wants it created in the stream's own
-                green context, and that is current on another thread: create it beforehand.
+            WrongContext: One of the two belongs to an own context, and the other does not.
+            WrongThread: This driver needs a new event to be created in the stream's own green
+                context, which is current on another thread. Create the event earlier.
         """
         driver = _open(self, "stream").context.driver
         if event is None:
@@ -174,9 +174,9 @@ class Stream(Uncopyable):
     def _record_new(self) -> Event:
         """Record a new event, created in the primary context, or else in the stream's own.
 
-        The primary context may be current on any number of threads. An H200 takes such an event
-        (driver 580, probe.json); other drivers are said to want an event and a stream of one
-        context, and answer CUDA_ERROR_INVALID_HANDLE.
+        The primary context may be current on any number of threads. An H200 accepts such an event
+        (driver 580, probe.json). Other drivers are said to need an event and a stream of one
+        context, and to return CUDA_ERROR_INVALID_HANDLE otherwise.
         """
         if self.context.primary is not self.context:
             event = Event(self.context, made_in=self.context.primary)
@@ -194,10 +194,10 @@ class Stream(Uncopyable):
             raise
 
     def wait(self, event: Event) -> None:
-        """Have later work on this stream wait for what the event recorded; the host does not.
+        """Order later work on this stream after an event's work; the host does not wait.
 
         Raises:
-            WrongContext: one of the two belongs to an own context, and the other to a green one.
+            WrongContext: One of the two belongs to an own context, and the other to a green one.
         """
         driver = _open(self, "stream").context.driver
         _open(event, "event")
@@ -206,17 +206,17 @@ class Stream(Uncopyable):
         driver.wait_event(self.handle, event.handle)
 
     def follow(self, other: SupportsCudaStream | int) -> None:
-        """Have later work on this stream wait for everything submitted to another so far.
+        """Order later work on this stream after everything submitted to another stream so far.
 
         The host does not wait. The other stream may belong to any library.
 
         Args:
-            other: an object with `__cuda_stream__`, or a raw `CUstream`; 1 is the legacy default
-                stream and 2 the thread's own, of the current context.
+            other: An object with `__cuda_stream__`, or a raw `CUstream`. Of the current context, 1
+                is the legacy default stream and 2 the thread's own.
 
         Raises:
-            InvalidRequest: not a stream; one that is capturing; or one of another library's green
-                context, where this driver wants an event created there.
+            InvalidRequest: Not a stream; a capturing one; or one of another library's green
+                context, if this driver needs an event that is created there.
         """
         primary, address = _open(self, "stream").context.primary, address_of(other)
         if address == self.address:
@@ -246,21 +246,21 @@ class Stream(Uncopyable):
 
     @property
     def is_done(self) -> bool:
-        """Whether all its work is done. Does not block."""
+        """Whether all work of the stream is done. Does not block."""
         return _open(self, "stream").context.driver.query_stream(self.handle)
 
     def sync(self) -> None:
-        """Block until all its work is done; not for an event-loop thread."""
+        """Block until all work of the stream is done. Not for an event-loop thread."""
         _open(self, "stream").context.driver.synchronize_stream(self.handle)
 
     def close(self) -> None:
-        """Destroy it; its work goes on. Idempotent. May block: not for an event-loop thread.
+        """Destroy it; its work continues. Idempotent. May block: not for an event-loop thread.
 
-        In the context of a partition the driver's stream stays: libraries may remember its address.
+        In a partition's context the driver's stream stays, as libraries may remember its address.
         """
         if not self.is_closed:
             self.is_closed = True
-            if self.context.is_closed:  # which ended it: the handle is dead
+            if self.context.is_closed:  # the context has destroyed the handle
                 return
             self.context.close_stream(self.handle)
 
@@ -281,7 +281,7 @@ def address_of(stream: object) -> int:
     """Return the raw `CUstream` of a stream of any library, as a number.
 
     Raises:
-        InvalidRequest: not a stream, or 0, which does not say which default stream it is.
+        InvalidRequest: Not a stream; or 0, which is ambiguous between the default streams.
     """
     protocol = getattr(stream, "__cuda_stream__", None)
     address: object = stream
@@ -302,7 +302,7 @@ def address_of(stream: object) -> int:
 
 
 def any_current(primary: StreamContext) -> AbstractContextManager[object]:
-    """Return a block in which some context is current, which default streams depend on."""
+    """Return a block with any context current, on which default streams depend."""
     return nullcontext() if primary.driver.current() is not None else primary.entered()
 
 
@@ -315,7 +315,7 @@ def _open(child: C, kind: str) -> C:
 
 
 def _apart(stream: Stream, event: Event) -> bool:
-    """Whether either belongs to an own context, whose address space is another one."""
+    """Whether one belongs to an own context, whose address space is separate."""
     return "own" in (stream.context.kind, event.context.kind)
 
 

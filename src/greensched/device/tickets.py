@@ -1,8 +1,8 @@
 """Tickets: how the completion of a stream's work is known.
 
-Each piece of work is followed by a *ticket*, a growing number whose lowest 32 bits the stream
-itself writes into a word of pinned memory. Reading the word tells whether the work is done: no
-driver call, no thread, and one read covers everything before it.
+Each piece of work is followed by a *ticket*, a growing number. The stream itself writes its lowest
+32 bits to a word of pinned memory. Reading the word shows whether the work is done, without a
+driver call or a thread, and one read covers everything before it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from greensched.driver.types import HostMemory, Mailbox
 from greensched.errors import CUDAError, DeviceFault, DeviceHung, InvalidRequest
 from greensched.typing import CaptureMode, Feature
 
-#: The part of a ticket that is written: its lowest 32 bits. There are never 2**32 in flight.
+#: The lowest 32 bits of a ticket, which are written. Never are 2**32 tickets in flight.
 MASK: Final = 0xFFFFFFFF
-#: A word for each ticket on a cache line of its own: 64 bytes on x86-64 and most of AArch64.
+#: Bytes of a cache line, one for each word: 64 on x86-64 and most AArch64.
 LINE: Final = 64
 PAGE: Final = 4096
 
 
 class StreamOwner(Protocol):
-    """The owner of a ticketed stream: an executor. All streams of a partition have the same."""
+    """The owner of a ticketed stream, an executor. All streams of a partition have the same."""
 
     #: Which thread has the executor's context current.
     ownership: ContextOwnership | None
@@ -41,30 +41,30 @@ class StreamOwner(Protocol):
         """Whether the calling thread has the executor's context current."""
 
     def wait(self, stream: TicketedStream, ticket: int) -> Awaitable[object]:
-        """Return an object to await on the calling loop until a ticket is reached, or is lost."""
+        """Return an object to await on the calling loop until a ticket is reached or lost."""
 
     def notify_when(
         self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
     ) -> None:
-        """Call a function on the calling loop's thread once a ticket is reached, or is lost."""
+        """Call a function on the calling loop's thread once a ticket is reached or lost."""
 
     def wait_for_event(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
-        """Have a thread block until the stream's event is done, and tell `then` whether it is."""
+        """Have a thread block until the stream's event is done, and pass `then` whether it is."""
 
 
 class TicketedStream:
-    """A stream, and the word that its tickets are written to.
+    """A stream, and the word to which its tickets are written.
 
-    Tickets are issued, and written, in one order. `issued` runs ahead of `submitted` while a
-    thread of an executor still has to submit.
+    Tickets are issued and written in the same order. `issued` is ahead of `submitted` while an
+    executor's thread still has work to submit.
 
     Args:
-        stream: where the work goes.
-        event: of the stream's context.
-        word: one element of pinned memory, as 32-bit unsigned.
-        address: the same word, for the device.
-        release: takes the word back on `close`.
-        first: the ticket before the first (for tests of the wrap).
+        stream: The stream.
+        event: An event of the stream's context.
+        word: One element of pinned memory, as 32-bit unsigned.
+        address: The address of the word for the device.
+        release: Returns the word on `close`.
+        first: The ticket before the first one (for tests of the wrap-around).
     """
 
     __slots__ = (
@@ -100,28 +100,28 @@ class TicketedStream:
         self.word = word
         word[0] = first & MASK
         self._release = release
-        #: The device's: after its end no ticket is reached.
+        #: The device's health. Once it is over no ticket is reached.
         self.health = stream.context.health
-        #: While not empty, a driver call for this stream may wait, except writing a ticket: an
-        #: event loop makes none then (`kernels.Loader`).
+        #: While it is not empty, driver calls for this stream may wait, except writing a ticket, so
+        #: an event loop makes none (`kernels.Loader`).
         self.first_uses = stream.context.loader.first_uses
-        #: Recorded behind the work, to block a thread or to order another stream behind it.
+        #: Recorded after the work, to block a thread or to order another stream after it.
         self.event = event
         self.issued = self.submitted = first
-        #: A ticket that was seen to be reached: no earlier one is read again.
+        #: A ticket known to be reached; earlier tickets need no read.
         self.last_reached = first
-        #: The last ticket given up because work here hangs, and the error of those up to it.
+        #: The last ticket that was given up because work hangs, and the error for all up to it.
         self.given_up = first
         self.hang: DeviceHung | None = None
-        #: Work of other streams that work here was ordered behind of late.
+        #: Recent work of other streams that work here was ordered after.
         self.behind: deque[tuple[TicketedStream, int]] = deque(maxlen=8)
         self.owner: StreamOwner | None = None
         #: Threads that wait until a ticket is submitted.
         self.submit_waiters: list[tuple[int, Mailbox[None]]] = []
-        #: (up to which ticket, object): memory of other libraries that work here uses.
+        #: Other libraries' memory that work here uses, as (last ticket, object).
         self.kept: deque[tuple[int, object]] = deque()
-        #: Failed references of simulated kernels, each with the ticket behind its launch. Those of
-        #: jobs that nothing asks stay, so their number is bounded.
+        #: Failed references of simulated kernels, each with the ticket after its launch. Bounded,
+        #: because entries of jobs that are never awaited stay.
         self.launch_errors: deque[tuple[int, Exception]] = deque(maxlen=64)
         stream.context.driver.report_reference_errors(stream.handle, self._launch_failed)
         self.write = self._bind(address)
@@ -136,74 +136,74 @@ class TicketedStream:
         return ticket
 
     def mark(self, ticket: int) -> None:
-        """Have the stream write a ticket behind its work."""
+        """Have the stream write a ticket after its work."""
         self.write(ticket & MASK)
         self.submitted = ticket
         if self.submit_waiters:
             self.wake_submit_waiters()
 
     def mark_here(self, ticket: int) -> None:
-        """Write a ticket from the host: only for a stream without work."""
+        """Write a ticket from the host. Only for a stream without work."""
         self.word[0] = ticket & MASK
         self.submitted = ticket
         if self.submit_waiters:
             self.wake_submit_waiters()
 
     def reached(self, ticket: int) -> bool:
-        """Whether the work of a ticket is done, and everything before it.
+        """Whether the work of a ticket, and everything before it, is done.
 
-        Not before `submitted` says so, which another thread sets after writing the ticket: after
-        awaiting everything, a caller finds everything submitted.
+        False until `submitted` covers it, which another thread sets after writing the ticket, so
+        that after awaiting everything a caller finds everything submitted.
         """
         if ticket <= self.last_reached:
             return True
-        written = self.word[0]  # read before `issued`, so that it is never ahead of that
+        written = self.word[0]  # read before `issued`, so that it is never ahead of `issued`
         issued = self.issued
         if ticket > self.submitted or ticket > issued - ((issued - written) & MASK):
             return False
-        self.last_reached = ticket  # another thread may set an earlier one after this: also true
+        self.last_reached = ticket  # if another thread then sets an earlier one, that is true, too
         return True
 
     def hangs(self, ticket: int) -> bool:
-        """Whether a ticket was given up, and is not reached since."""
+        """Whether a ticket was given up and is still not reached."""
         return ticket <= self.given_up and not self.reached(ticket)
 
     def has_submitted(self, ticket: int) -> bool:
         """Whether the work of a ticket is on the stream, so that an event can record it.
 
-        For a ticket not issued yet (a bound launch's next one): whether all before it is.
+        For a ticket not issued yet (a bound launch's next one): whether all earlier work is.
         """
         return self.submitted >= min(ticket, self.issued)
 
     def wait_until_submitted(self, ticket: int) -> None:
-        """Block until a ticket is submitted, or the device is lost. Not on a loop's thread.
+        """Block until a ticket is submitted or the device is lost. Not on a loop's thread.
 
-        Tickets are issued in one order over all streams, and a thread that submits waits for
-        earlier ones only: so threads never wait in a circle.
+        Tickets are issued in one order over all streams, and a submitting thread waits only for
+        earlier ones. So threads never wait for each other in a circle.
         """
         passed: Mailbox[None] = self.stream.context.driver.create_mailbox()
         self.submit_waiters.append((ticket, passed))
-        self.wake_submit_waiters()  # the ticket may have been submitted just before
+        self.wake_submit_waiters()  # because the ticket may have just been submitted
         passed.get()
 
     def wake_submit_waiters(self) -> None:
-        """Wake each thread whose ticket is submitted, or never will be."""
+        """Wake each thread whose ticket is submitted or never will be."""
         for entry in tuple(self.submit_waiters):
             if self.health.is_over or self.has_submitted(entry[0]):
-                with suppress(ValueError):  # another thread removed it at the same time
+                with suppress(ValueError):  # another thread has just removed it
                     self.submit_waiters.remove(entry)
                     entry[1].put(None)
 
     @property
     def is_idle(self) -> bool:
-        """Whether every ticket issued is reached."""
+        """Whether every issued ticket is reached."""
         return self.reached(self.issued)
 
     def check_capture(self) -> None:
-        """Refuse to order work behind a capture, which would draw that work into it.
+        """Refuse to order work after a capture, which would draw that work into it.
 
         Raises:
-            InvalidRequest: the stream is capturing.
+            InvalidRequest: The stream is capturing.
         """
         if self.stream.context.driver.is_capturing(self.stream.handle):
             raise InvalidRequest(
@@ -211,17 +211,17 @@ class TicketedStream:
             )
 
     def order_behind(self, other: TicketedStream) -> None:
-        """Have later work here wait for everything submitted to another stream so far."""
+        """Order later work here after everything submitted to another stream so far."""
         driver = self.stream.context.driver
         driver.record_event(other.event.handle, other.stream.handle)
         driver.wait_event(self.stream.handle, other.event.handle)
         self.behind.append((other, other.submitted))
 
     def order_before(self, address: int) -> None:
-        """Have later work on a stream of any library wait for everything submitted here so far.
+        """Order later work on any library's stream after everything submitted here so far.
 
         Raises:
-            InvalidRequest: this stream is capturing.
+            InvalidRequest: This stream is capturing.
         """
         if address != self.stream.address:
             self.check_capture()
@@ -231,12 +231,12 @@ class TicketedStream:
                 driver.wait_event(driver.foreign_stream(address), self.event.handle)
 
     def keep(self, ticket: int, thing: object) -> None:
-        """Keep an object alive until a ticket is reached: until `release_kept` finds it so."""
+        """Keep an object alive until a ticket is reached and `release_kept` finds that out."""
         self.kept.append((ticket, thing))
 
     def release_kept(self) -> None:
-        """Release what was kept for work that is done. From any thread."""
-        with suppress(IndexError):  # another thread releases at the same time
+        """Release objects that were kept for work that is done. From any thread."""
+        with suppress(IndexError):  # another thread releases them, too
             if not self.reached(self.kept[0][0]):
                 return  # the first is the oldest, or nearly so
             for _ in range(len(self.kept)):
@@ -246,12 +246,12 @@ class TicketedStream:
 
     def _launch_failed(self, error: Exception) -> None:
         """Keep a failed reference for the job whose ticket is written next."""
-        written = self.word[0]  # read before `issued`, so that it is never ahead of that
+        written = self.word[0]  # read before `issued`, so that it is never ahead of `issued`
         issued = self.issued
         self.launch_errors.append((issued - ((issued - written) & MASK) + 1, error))
 
     def take_launch_error(self, ticket: int) -> Exception | None:
-        """Return the failed reference behind which a reached ticket was written, once."""
+        """Return the failed reference that a reached ticket follows. Only once."""
         for entry in tuple(self.launch_errors):
             if self._is_behind(ticket, entry[0]):
                 self.launch_errors.remove(entry)
@@ -262,9 +262,9 @@ class TicketedStream:
         return ticket == next_ticket
 
     def close(self) -> None:
-        """Destroy its event and its stream, which has no work left. May block.
+        """Destroy the event and the stream, which has no work left. May block.
 
-        An old job or buffer that still asks reads a private word: the shared one is used again.
+        Old jobs and buffers then read a private word, because the shared word is reused.
         """
         self.word = _private_word(self.issued)
         self.kept.clear()
@@ -276,13 +276,13 @@ class TicketedStream:
 
 
 class EventTicketedStream(TicketedStream):
-    """A ticketed stream for a driver whose streams cannot write words: events stand for tickets.
+    """A ticketed stream for drivers whose streams cannot write words. Events stand for tickets.
 
-    Each look costs an event query, and a query can spoil another library's capture: so the
-    thread's capture mode is relaxed around it.
+    Each check is an event query, which can invalidate another library's capture, so the thread's
+    capture mode is relaxed meanwhile.
     """
 
-    #: Tickets in flight at most; each has an event of its own, created beforehand.
+    #: The most tickets in flight. Each has its own event, created beforehand.
     DEPTH: ClassVar[int] = 64
 
     __slots__ = ("_lock", "_pending", "_ring")
@@ -295,7 +295,7 @@ class EventTicketedStream(TicketedStream):
                 undo.callback(self._ring[-1].close)
             undo.pop_all()
         self._pending: deque[int] = deque()
-        self._lock = threading.Lock()  # loops of several threads may look
+        self._lock = threading.Lock()  # because loops of several threads may check
         super().__init__(stream, event, _private_word(first), 0, lambda: None, first)
 
     def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
@@ -308,15 +308,15 @@ class EventTicketedStream(TicketedStream):
         return write
 
     def mark_here(self, ticket: int) -> None:
-        """Write a ticket from the host: the events before it are done."""
+        """Write a ticket from the host, because earlier events are done."""
         with self._lock:
             self._pending.clear()
             super().mark_here(ticket)
 
     def reached(self, ticket: int) -> bool:
-        """Whether the work of a ticket is done; asks the driver where that is not known yet."""
+        """Whether the work of a ticket is done; queries the driver if that is unknown."""
         if not (super().reached(ticket) or self.health.is_over):
-            with suppress(Exception):  # the poller's check reports what the driver answers
+            with suppress(Exception):  # the poller's check reports the driver's error
                 self._look()
         return super().reached(ticket)
 
@@ -331,7 +331,7 @@ class EventTicketedStream(TicketedStream):
             driver.exchange_capture_mode(before)
 
     def _is_behind(self, ticket: int, next_ticket: int) -> bool:
-        return ticket >= next_ticket  # the word is only as new as the last look
+        return ticket >= next_ticket  # the word is only as new as the last check
 
     def _event_of(self, ticket: int) -> Event:
         return self._ring[ticket % self.DEPTH]
@@ -343,16 +343,16 @@ class EventTicketedStream(TicketedStream):
 
 
 class TicketMemory:
-    """Pinned words for tickets, each on a cache line of its own. For one thread at a time."""
+    """Pinned words for tickets, each on its own cache line. For one thread at a time."""
 
     def __init__(self, primary: StreamContext) -> None:
         self._primary = primary
-        #: Whether streams write words; `probe_stream_writes` finds out.
+        #: Whether streams write words; set by `probe_stream_writes`.
         self.stream_writes = True
-        #: Why they do not, where the driver offers the call.
+        #: Why they do not, if the driver offers the call.
         self.refusal: CUDAError | None = None
         self._pages: list[HostMemory] = []
-        #: One list for life: streams return their words to it.
+        #: One permanent list, to which streams return their words.
         self._free: list[tuple[memoryview[int], int]] = []
 
     def _take(self) -> tuple[memoryview[int], int]:
@@ -390,12 +390,12 @@ class TicketMemory:
             raise
 
     def probe_stream_writes(self, context: StreamContext) -> None:
-        """Find out, once, whether streams of a context write words; else events stand for them.
+        """Find out, once, whether a context's streams write words. If not, events are used.
 
-        A driver may offer the call and refuse it (virtual GPUs), or not do it. Blocks.
+        A driver may offer the call but refuse it (virtual GPUs) or ignore it. Blocks.
 
         Raises:
-            CUDAError: a device fault, or a lack of capacity, which says nothing of the call.
+            CUDAError: A device fault, or a lack of capacity, which says nothing about the call.
         """
         self.stream_writes = context.driver.supports(Feature.WRITE_VALUE)
         if not self.stream_writes:
@@ -406,7 +406,7 @@ class TicketMemory:
             ticketed.stream.sync()
             self.stream_writes = ticketed.is_idle
         except CUDAError as error:
-            ticketed.close()  # here: what it raises has the first error as its context
+            ticketed.close()  # here, so that its errors have the first error as their context
             if isinstance(error, DeviceFault) or error.status in CAPACITY:
                 raise
             self.stream_writes, self.refusal = False, error
@@ -414,7 +414,7 @@ class TicketMemory:
             ticketed.close()
 
     def close(self) -> None:
-        """Free all pages, also where freeing one fails. May block."""
+        """Free all pages, even if freeing one fails. May block."""
         self._free.clear()
         pages, self._pages = self._pages, []
         with self._primary.entered():

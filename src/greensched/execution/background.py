@@ -1,4 +1,4 @@
-"""Work that a thread does once, and that tasks of any loop wait for."""
+"""Work that a thread does once, and that tasks of any loop can wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greensched.typing import T
 class BackgroundTask(Generic[T]):
     """A function that a thread calls once, awaited by any number of tasks of any loop.
 
-    A cancelled await leaves it as it is: the function is called all the same.
+    A cancelled await does not affect it: the function is still called.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -26,7 +26,7 @@ class BackgroundTask(Generic[T]):
 
     def run(self) -> None:
         """Call the function on the calling thread, and wake the waiting tasks."""
-        function, self._function = self._function, None  # it may hold the object that holds this
+        function, self._function = self._function, None  # it may refer to this object
         assert function is not None
         try:
             self._value = function()
@@ -36,7 +36,7 @@ class BackgroundTask(Generic[T]):
         self.end_waits()
 
     def end_waits(self) -> None:
-        """Wake the waiting tasks; before the function has returned, their result is None."""
+        """Wake the waiting tasks. If the function has not returned yet, their result is None."""
         with self._lock:
             self._is_done = True
             waiters, self._waiters = self._waiters, []
@@ -44,7 +44,7 @@ class BackgroundTask(Generic[T]):
             loop.wake_threadsafe(waiter)
 
     async def wait(self) -> T:
-        """Return the function's result, or raise what it raised."""
+        """Return the function's result, or raise its exception."""
         loop = current_adapter()
         waiter = loop.create_waiter()
         with self._lock:

@@ -1,24 +1,25 @@
 """Turns tickets into awaitables. One `CompletionPoller` for each pool and loop.
 
-Reading a ticket's word costs less than a call of the driver, so the loop polls. How often, and when
-it sleeps instead, is decided by `PollPolicy`, which is pure. `CompletionPoller` does what it says.
+Reading a ticket's word is cheaper than a driver call, so the loop polls. `PollPolicy`, which is
+pure, decides how often, and when the loop sleeps instead. `CompletionPoller` carries this out.
 Figures and reasons are in docs/internals/completion.md.
 
 1. *Poll once a turn.* While a task waits for the device, the loop polls in each of its turns, until
-   `spin_budget` seconds of *idle* time have passed: a busy loop polls for ever at no cost, an idle
-   one does not burn a core.
+   `spin_budget` seconds of *idle* time have passed. So a busy loop always polls, at no cost, and an
+   idle one does not burn a core.
 2. *Sleep.* Then a thread blocks in the driver, and the loop sleeps. A safety poll comes after 1 ms,
-   and later the longer nothing has happened: a wake-up that is late or lost costs little, and never
-   hangs. While any ticket is outstanding, awaited or not, there is a next poll.
-3. *Check for failures.* After a device fault no ticket is written, and only asking the driver
-   tells. A sleeping loop asks at each safety poll, once in 1 ms at most; a busy one every 50 ms.
-4. *Yield the GIL.* Beside a busy loop a thread that needs the GIL can starve for seconds. While one
-   has work to do, the loop lets go of the GIL for 50 us each millisecond.
+   later ones at longer intervals while nothing happens, so that a late or lost wake-up costs little
+   and nothing hangs. While any ticket is outstanding, awaited or not, a next poll is scheduled.
+3. *Check for failures.* After a device fault no ticket is written, and only a driver call shows the
+   fault. A sleeping loop makes one at each safety poll, at most once in 1 ms; a busy one every 50
+   ms.
+4. *Yield the GIL.* Next to a busy loop a thread that needs the GIL can starve for seconds. While a
+   thread has work to do, the loop releases the GIL for 50 us each millisecond.
 
-Under virtual time the driver calls `_poll_virtual` whenever the device progressed, and the policy
-is not asked.
+Under virtual time the driver calls `_poll_virtual` whenever the device has progressed, and the
+policy is not used.
 
-Everything here runs on the loop's thread, except what is called `..._threadsafe`.
+Everything here runs on the loop's thread, except methods named `..._threadsafe`.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.eventloop import LoopAdapter, Waiter, current_adapter
 from greensched.typing import CaptureMode
 
-#: What calls return because a stream is capturing. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
+#: Statuses of calls on a capturing stream. Source: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
 CAPTURE_STATUSES = range(900, 909)
-#: The device goes on after these. 1, INVALID_VALUE: of an event that a capture took in, once that
-#: capture has ended (source: an H200, driver 580.159.04, tests/gpu/test_graphs_on_sms.py); 2,
-#: OUT_OF_MEMORY; 600, NOT_READY.
+#: Statuses after which the device still works. 1, INVALID_VALUE, comes from an event that was
+#: recorded in a capture that has ended (source: an H200, driver 580.159.04,
+#: tests/gpu/test_graphs_on_sms.py); 2 is OUT_OF_MEMORY; 600 is NOT_READY.
 PASSING_STATUSES = frozenset({1, 2, 600, *CAPTURE_STATUSES})
 
-#: A turn of the loop shorter than this had nothing else to do, and counts against the budget.
-#: 10 us: an empty turn takes 2-4 us, a turn with work tens.
+#: A turn of the loop shorter than this was idle, and counts against the budget. An empty turn takes
+#: 2-4 us, a turn with work tens of microseconds.
 IDLE_TURN_S: Final = 10e-6
-#: The first safety poll: asyncio cannot sleep for less than 1 ms, and uvloop spins if asked to.
+#: The delay of the first safety poll: asyncio cannot sleep for less than 1 ms, and uvloop spins.
 SAFETY_S: Final = 1e-3
-#: Later ones come after this fraction of the time since the last progress, up to the most.
+#: Later delays are this fraction of the time since the last progress, up to the maximum.
 SAFETY_FRACTION: Final = 0.125
 MAX_SAFETY_S: Final = 0.050
 #: How often the GIL is yielded to a thread with work to do, and for how long.
 GIL_YIELD_EVERY_S: Final = 1e-3
 GIL_YIELD_S: Final = 50e-6
 
-#: Tasks that one turn of the loop resumes at most, where so many wait for one job.
+#: The most tasks that one turn of the loop resumes if many wait for one job.
 RESUMED_AT_ONCE: Final = 500
-#: Waiters of a stream, some 30 KiB, before the cancelled ones among them are dropped.
+#: How many waiters a stream has, some 30 KiB, before cancelled ones are dropped.
 MAX_WAITERS: Final = 64
 
 Callback = Callable[[], object]
 Watchdog = Callable[["CompletionPoller"], float | None]
 
-#: A ticket, and a callback or a waiter; both of a callback that is also told if it is given up.
+#: A ticket, and a callback or a waiter; both for a callback that is also called on giving up.
 _Entry = tuple[int, Callback | None, Waiter | None]
 #: The waiter of such a callback.
 _NO_WAITER: Final[Any] = object()
@@ -75,22 +76,22 @@ logger = logging.getLogger("greensched")
 
 
 class PendingStream:
-    """What a poller knows of a stream with outstanding work."""
+    """The poller's data on a stream with outstanding work."""
 
     __slots__ = ("entries", "most", "recorded", "thread_waits")
 
     def __init__(self) -> None:
         #: Callbacks and waiters, in the order of their tickets.
         self.entries: deque[_Entry] = deque()
-        #: At so many entries the cancelled ones are dropped.
+        #: The number of entries at which cancelled ones are dropped.
         self.most = MAX_WAITERS
-        #: An event-wait thread blocks on the stream's event.
+        #: Whether an event-wait thread blocks on the stream's event.
         self.thread_waits = False
-        #: The stream's event captured everything up to this ticket.
+        #: The last ticket whose work the stream's event has captured.
         self.recorded: int | None = None
 
     def add(self, entry: _Entry) -> None:
-        """Insert an entry in the order of tickets; most come in order."""
+        """Insert an entry in ticket order; most entries arrive in order."""
         entries = self.entries
         if not entries or entry[0] >= entries[-1][0]:
             entries.append(entry)
@@ -101,7 +102,7 @@ class PendingStream:
         entries.insert(at, entry)
 
     def drop_cancelled(self, loop: LoopAdapter) -> None:
-        """Drop cancelled waiters, and again once there are twice as many as were left."""
+        """Drop cancelled waiters, and set the limit to twice the number that is left."""
         left = [e for e in self.entries if e[1] is not None or loop.is_waiting(e[2])]
         self.entries.clear()
         self.entries.extend(left)
@@ -109,13 +110,13 @@ class PendingStream:
 
 
 class Action(NamedTuple):
-    """What the poller is to do after a poll.
+    """What the poller must do after a poll.
 
     Attributes:
-        delay: seconds until the next poll; None: none is needed.
-        sleep: have threads wait in the driver meanwhile.
-        check_failures: ask the driver whether a device has failed.
-        yield_gil: let go of the GIL for `GIL_YIELD_S` first.
+        delay: Seconds until the next poll. None: no poll is needed.
+        sleep: Whether threads should wait in the driver meanwhile.
+        check_failures: Whether to check by driver calls if a device has failed.
+        yield_gil: Whether to release the GIL for `GIL_YIELD_S` first.
     """
 
     delay: float | None
@@ -125,10 +126,10 @@ class Action(NamedTuple):
 
 
 class PollPolicy:
-    """Decides, after each poll of one loop, what comes next. All times are of one clock.
+    """Decides what follows each poll of one loop. All times are of one clock.
 
     Args:
-        spin_budget: seconds of idle time in which the loop polls in each turn.
+        spin_budget: Seconds of idle time during which the loop polls in each turn.
     """
 
     def __init__(self, spin_budget: float) -> None:
@@ -140,27 +141,27 @@ class PollPolicy:
         self._last_check = 0.0
 
     def work_began(self, now: float) -> None:
-        """Note that a stream has outstanding work, of which it had none."""
+        """Note that an idle stream now has outstanding work."""
         self._last_progress = now
 
     def progressed(self, now: float) -> None:
-        """Note that a ticket was found reached."""
+        """Note that a reached ticket was found."""
         self._last_progress, self._idle_spent = now, 0.0
 
     def wait_began(self) -> None:
-        """Note that a task waits, or a thread has work to do: the budget begins anew."""
+        """Note that a task waits, or a thread has work to do. The budget starts again."""
         self._idle_spent = 0.0
 
     def thread_ran(self, now: float) -> None:
-        """Note that a thread has done its work, so that it had the GIL just now."""
+        """Note that a thread has done its work, which means that it just had the GIL."""
         self._last_yield = now
 
     def checked_failures(self, now: float) -> None:
-        """Note that the driver was asked for failures."""
+        """Note that failures were checked by driver calls."""
         self._last_check = now
 
     def turn_began(self, now: float) -> None:
-        """Note the end of a poll: from here on the loop does other things."""
+        """Note the end of a poll, after which the loop does other things."""
         self._turn_began = now
 
     def next(
@@ -173,15 +174,15 @@ class PollPolicy:
         threads_busy: bool,
         immediate: bool,
     ) -> Action:
-        """Decide what comes after a poll.
+        """Decide what follows a poll.
 
         Args:
-            now: the time of the poll.
-            progressed: the poll found a ticket reached.
-            on_device: a task waits for work that is on its stream.
-            outstanding: some stream has work.
-            threads_busy: a thread has work to do for this loop.
-            immediate: this poll was scheduled for the turn behind the last one.
+            now: The time of the poll.
+            progressed: Whether the poll found a reached ticket.
+            on_device: Whether a task waits for work that is on its stream.
+            outstanding: Whether any stream has work.
+            threads_busy: Whether a thread has work to do for this loop.
+            immediate: Whether this poll was scheduled for the turn after the last one.
         """
         turn = now - self._turn_began
         idle = turn < IDLE_TURN_S
@@ -196,26 +197,26 @@ class PollPolicy:
         if on_device and self._idle_spent < self._spin_budget:
             return Action(0.0, False, unchecked > MAX_SAFETY_S, yield_gil)
         if threads_busy and not (idle and immediate):
-            # A busy loop, which only has to yield the GIL, need not poll in each turn. Whether it
-            # is busy, the turn behind a pause does not show.
+            # A busy loop, which only has to yield the GIL, need not poll in each turn. The turn
+            # after a pause does not show whether the loop is busy.
             delay = GIL_YIELD_EVERY_S if immediate else 0.0
             return Action(delay, False, unchecked > MAX_SAFETY_S, yield_gil)
         if outstanding or threads_busy:
             backed_off = (now - self._last_progress) * SAFETY_FRACTION
             delay = min(MAX_SAFETY_S, max(SAFETY_S, backed_off))
-            # With many executors the loop sleeps often: not each time is the driver asked.
+            # With many executors the loop sleeps often, so it does not check failures each time.
             return Action(delay, True, unchecked > SAFETY_S, yield_gil)
         return Action(None, yield_gil=yield_gil)
 
 
 class CompletionPoller:
-    """What one loop knows of one pool's outstanding work.
+    """Tracks one pool's outstanding work for one loop.
 
     Args:
-        loop: the loop.
-        driver: the pool's.
-        on_queue_tick: called while requests of this loop are queued; returns after how many
-            seconds it is to be called again.
+        loop: The loop.
+        driver: The driver of the pool.
+        on_queue_tick: Called while requests of this loop are queued; returns the seconds until its
+            next call.
     """
 
     def __init__(
@@ -226,33 +227,33 @@ class CompletionPoller:
     ) -> None:
         self.loop = loop
         self.pending: dict[TicketedStream, PendingStream] = {}
-        #: Requests of this loop in the queue.
+        #: The number of this loop's requests in the queue.
         self.waiting = 0
         self._driver = driver
         self._policy = PollPolicy(driver.spin_budget)
         self._on_queue_tick = on_queue_tick
         self._queue_tick_due = 0.0
-        #: Pieces of work that threads have to do for this loop.
+        #: How many pieces of work threads have to do for this loop.
         self._thread_work = 0
-        #: Pieces that threads have done, of which the loop has not heard.
+        #: Pieces that threads have done, but that the loop has not counted yet.
         self._thread_work_done = deque[None]()
-        #: A task waits for what is on a stream already, as of the last poll.
+        #: Whether, at the last poll, a task waited for work that was on its stream.
         self._on_device = False
         self._timer = loop.create_timer(self._on_timer)
         self._is_virtual = driver.subscribe(self._poll_virtual) is not None
-        #: When the next poll is scheduled, and after what delay: a later one needs no clock.
+        #: When the next poll is scheduled, and with what delay; a later one needs no clock call.
         self._due = self._delay = math.inf
         self._kicked = False
-        #: Waiters whose tickets are reached, and whose tasks are to go on.
+        #: Waiters whose tickets are reached, and whose tasks must resume.
         self._reached = deque[Waiter]()
-        #: Called after each poll, where there is a watchdog; returns the seconds until it is to be
-        #: called again at the latest, or None.
+        #: Called after each poll, if there is a watchdog; returns the seconds within which it must
+        #: be called again, or None.
         self.watchdog: Watchdog | None = None
 
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait(self, stream: TicketedStream, ticket: int) -> Waiter:
-        """Make something to await until a ticket is reached or its device is lost; check then."""
+        """Return an object to await until a ticket is reached or its device is lost."""
         waiter = self.loop.create_inline_waiter()
         self._add(stream, (ticket, None, waiter))
         return waiter
@@ -264,9 +265,9 @@ class CompletionPoller:
         self._add(stream, (ticket, callback, _NO_WAITER if or_given_up else None))
 
     def give_up(self, stream: TicketedStream) -> None:
-        """Wake the tasks that wait for a ticket of a stream that was given up.
+        """Wake the tasks that wait for a given-up ticket of a stream.
 
-        Other callbacks stay: of the lease, whose SMs are free once the work has ended.
+        The lease's callbacks remain, because its SMs become free only when the work has ended.
         """
         pending = self.pending.get(stream)
         if pending is None:
@@ -293,7 +294,7 @@ class CompletionPoller:
             self._leave_to_threads()
 
     def watch(self, stream: TicketedStream) -> None:
-        """Poll a stream, and check it for failures, until it has no outstanding work."""
+        """Poll a stream and check it for failures while it has outstanding work."""
         if stream not in self.pending:
             self._add_stream(stream)
             if not self._is_virtual and self._delay > SAFETY_S:
@@ -302,22 +303,22 @@ class CompletionPoller:
     def _add_stream(self, stream: TicketedStream) -> PendingStream:
         pending = self.pending[stream] = PendingStream()
         self._policy.work_began(time.perf_counter())
-        if self.watchdog is not None:  # it counts from now
+        if self.watchdog is not None:  # its time begins now
             self._schedule(0.0)
         return pending
 
     def thread_work_started(self) -> None:
-        """Note that a thread has work to do for this loop: it may need the GIL."""
+        """Note that a thread has work to do for this loop, and may need the GIL."""
         self._thread_work += 1
         if self._delay > GIL_YIELD_EVERY_S:
             self._leave_to_threads()
 
     def thread_work_done(self) -> None:
-        """Note that a thread has done it."""
+        """Note that a thread has done its work."""
         self._thread_work -= 1
 
     def thread_work_done_threadsafe(self) -> None:
-        """Note it from that thread, and poll. Many of these wake the loop once."""
+        """Note, from a thread, that its work is done, and poll. Many calls wake the loop once."""
         self._thread_work_done.append(None)
         self.kick_threadsafe()
 
@@ -328,7 +329,7 @@ class CompletionPoller:
             self.loop.call_threadsafe(self._kick)
 
     def request_queued(self, deadline: float | None = None) -> None:
-        """Tick the queue from now on, and at this deadline, until `waiting` is counted down."""
+        """Tick the queue from now on, and at this deadline, while `waiting` is above 0."""
         self.waiting += 1
         if self.waiting == 1:
             self._tick_queue()
@@ -344,22 +345,22 @@ class CompletionPoller:
             self._schedule(0.0)
 
     def _leave_to_threads(self) -> None:
-        """Let a thread go first, which then wakes the loop: polling until then takes its GIL."""
+        """Let a thread run first and wake the loop, because polling meanwhile takes the GIL."""
         self._policy.wait_began()
         if not self._is_virtual:
             self._schedule(GIL_YIELD_EVERY_S)
 
     def _schedule(self, delay: float) -> None:
-        """Poll after a delay, or sooner where that is scheduled already."""
+        """Poll after a delay, unless an earlier poll is scheduled."""
         due = 0.0 if delay <= 0 else self._driver.time() + delay
         if due < self._due:
             self._due, self._delay = due, max(0.0, delay)
             self._timer.schedule(delay)
 
     def _on_timer(self) -> None:
-        """Poll, and schedule the next poll whatever is raised meanwhile.
+        """Poll, and schedule the next poll even after an exception.
 
-        Only what ends the loop is raised from here: on trio anything else would end the program.
+        Only exceptions that end the loop pass, because on trio others would end the program.
         """
         try:
             try:
@@ -403,7 +404,7 @@ class CompletionPoller:
         self._policy.turn_began(time.perf_counter())
 
     def _look_for_hangs(self) -> None:
-        """Call the watchdog. Whatever it raises is logged: on trio it would end the program."""
+        """Call the watchdog. Log its exceptions, because on trio they would end the program."""
         if self.watchdog is None:
             return
         try:
@@ -420,7 +421,7 @@ class CompletionPoller:
         self._schedule(delay)
 
     def _kick(self) -> None:
-        self._kicked = False  # first: a thread that comes from here on wakes the loop again
+        self._kicked = False  # first, so that a call from here on wakes the loop again
         if self._thread_work_done:
             self._policy.thread_ran(time.perf_counter())
         while self._thread_work_done:
@@ -434,7 +435,7 @@ class CompletionPoller:
         self._resume()
 
     def _poll_virtual(self) -> None:
-        """Poll where the device progressed while the loop was idle, or failed."""
+        """Poll after the device progressed while the loop was idle, or failed."""
         self._poll()
         self._look_for_hangs()
         self._wake(RESUMED_AT_ONCE)
@@ -443,7 +444,7 @@ class CompletionPoller:
     # -- polling -----------------------------------------------------------------------------------
 
     def _poll(self) -> bool:
-        """Find the waiters whose tickets are reached, and whether there are any.
+        """Find the waiters whose tickets are reached; return whether there are any.
 
         Streams without outstanding work are dropped.
         """
@@ -466,7 +467,7 @@ class CompletionPoller:
         return progressed
 
     def _call(self, callback: Callback, stream: TicketedStream) -> None:
-        """Call a function that waited for a ticket; its failure leaves the other streams alone."""
+        """Call a function that waited for a ticket. Its failure does not affect other streams."""
         try:
             callback()
         except DeviceFault as fault:
@@ -475,9 +476,9 @@ class CompletionPoller:
             logger.exception("%r failed behind the work of a stream", callback)
 
     def _resume(self) -> None:
-        """Run the tasks of reached waiters now, one by one; last of all, as they may do anything.
+        """Resume the tasks of reached waiters now, one by one. Last, because they may do anything.
 
-        Only from a call that the loop itself made.
+        Only for calls that the loop itself makes.
         """
         if self._reached and self.loop.is_debugged:
             self._wake()
@@ -486,21 +487,21 @@ class CompletionPoller:
                 self.loop.resume(self._reached.popleft())
             if self._reached:
                 self._schedule(0.0)
-        except BaseException:  # the loop ends by it: the other tasks are woken all the same
+        except BaseException:  # it ends the loop, but the other tasks are still woken
             self._wake()
             raise
 
     def _wake(self, most: int = sys.maxsize) -> None:
-        """Run the tasks of reached waiters in the loop's next turn, so many; others later."""
+        """Resume some tasks of reached waiters in the loop's next turn, the others later."""
         for _ in range(min(most, len(self._reached))):
             self.loop.wake(self._reached.popleft())
         if self._reached:
             self._schedule(0.0)
 
-    # -- asking the driver -------------------------------------------------------------------------
+    # -- driver calls ------------------------------------------------------------------------------
 
     def _wait_in_threads(self) -> None:
-        """Have event-wait threads block in the driver, for streams that tasks wait for."""
+        """Have event-wait threads block in the driver for the streams that tasks wait for."""
         for stream, pending in tuple(self.pending.items()):
             self._record(stream, pending)
             if pending.entries and not pending.thread_waits and pending.recorded is not None:
@@ -508,7 +509,7 @@ class CompletionPoller:
 
     def _wait_in_thread(self, stream: TicketedStream, pending: PendingStream) -> None:
         def event_reached(is_done: bool) -> None:
-            if not is_done:  # recorded anew by the safety poll, and no sooner: it would fail again
+            if not is_done:  # the safety poll records it again; earlier it would fail again
                 pending.recorded = None
             pending.thread_waits = False
             if is_done:
@@ -519,9 +520,9 @@ class CompletionPoller:
             pending.thread_waits = False  # the safety poll sees the ticket
 
     def _record(self, stream: TicketedStream, pending: PendingStream) -> None:
-        """Have the stream's event capture its work, unless what it captured is still running."""
+        """Have the stream's event capture its work, unless earlier captured work still runs."""
         ticket = stream.submitted
-        if stream.stream.is_closed:  # done, and its executor was closed since the poll
+        if stream.stream.is_closed:  # its work is done, and its executor was just closed
             return
         if pending.recorded is not None and not stream.reached(pending.recorded):
             return
@@ -530,31 +531,31 @@ class CompletionPoller:
             return
         handle = stream.stream.handle
         try:
-            # A capture would take the event in, and querying it or waiting for it then fails.
+            # A capture would record the event, and querying it or waiting for it would fail.
             if self._driver.is_capturing(handle):
                 return
             self._driver.record_event(stream.event.handle, handle)
-            if self._driver.is_capturing(handle):  # begun meanwhile, by the worker thread
+            if self._driver.is_capturing(handle):  # the worker thread has just begun a capture
                 return
-        except Exception as error:  # then no thread waits: the safety poll sees the ticket
+        except Exception as error:  # no thread waits: the safety poll sees the ticket
             self._judge(error, stream)
         else:
             pending.recorded = ticket
 
     def _check_failures(self) -> None:
-        """Query an event of each stream: nothing else shows that a device has failed."""
+        """Query an event of each stream, because nothing else shows a failed device."""
         self._policy.checked_failures(time.perf_counter())
         for stream in tuple(self.pending):
             if not (stream.stream.is_closed or stream.health.is_over):
                 self._check_failure(stream)
 
     def _check_failure(self, stream: TicketedStream) -> None:
-        """Query the event of a stream. Never raises, whichever driver call fails."""
+        """Query the event of a stream. Never raises, whatever driver call fails."""
         driver, failure = self._driver, None
         try:
             before = driver.exchange_capture_mode(CaptureMode.RELAXED)
             try:
-                # The event may be in a capture (`_record`), and a query would invalidate that.
+                # The event may be in a capture (`_record`), which a query would invalidate.
                 if not driver.is_capturing(stream.stream.handle):
                     driver.query_event(stream.event.handle)
             except Exception as error:
@@ -566,10 +567,11 @@ class CompletionPoller:
             self._judge(failure, stream)
 
     def _judge(self, error: Exception, stream: TicketedStream) -> None:
-        """Report the loss of a stream's device, unless the device goes on after the error.
+        """Report a stream's device as lost, unless the device still works after this error.
 
-        A fault of a newer driver's status is no `DeviceFault`, and a driver that shuts down has
-        none, so all but the known passing errors of these calls count as a loss.
+        A newer driver's fault status may not be a `DeviceFault`, and a driver that shuts down
+        raises none. So every error except the known passing statuses of these calls counts as a
+        loss.
         """
         is_passing = isinstance(error, CUDAError) and error.status in PASSING_STATUSES
         if is_passing or stream.event.is_closed or stream.stream.is_closed:  # closed meanwhile
@@ -579,13 +581,14 @@ class CompletionPoller:
 
 
 class PollerRegistry:
-    """The pollers of a pool, by loop.
+    """The pollers of a pool, one for each loop.
 
     Args:
-        driver: the pool's.
-        lock: the manager's.
-        on_tick: called while requests of a loop are queued; returns the seconds to the next call.
-        on_new: called with each new poller: earlier loops may have closed.
+        driver: The driver of the pool.
+        lock: The manager's lock.
+        on_tick: Called while requests of a loop are queued; returns the seconds until its next
+            call.
+        on_new: Called with each new poller, because earlier loops may have closed.
     """
 
     def __init__(
@@ -600,16 +603,16 @@ class PollerRegistry:
         self._on_tick = on_tick
         self._on_new = on_new
         self._pollers: dict[LoopAdapter, CompletionPoller] = {}
-        #: Of each poller; see `CompletionPoller.watchdog`.
+        #: The watchdog of each poller; see `CompletionPoller.watchdog`.
         self._watchdog: Watchdog | None = None
-        #: The poller last asked for: mostly it is asked for again.
+        #: The poller that was last returned, which is usually the next one, too.
         self._latest: CompletionPoller | None = None
 
     def current(self) -> CompletionPoller:
         """Return the poller of the running loop.
 
         Raises:
-            NoLoop: no loop is running on this thread.
+            NoLoop: No loop is running on this thread.
         """
         latest = self._latest
         if latest is not None and latest.loop.is_current():
@@ -630,11 +633,11 @@ class PollerRegistry:
 
     @property
     def has_closed(self) -> bool:
-        """Whether a loop has closed whose poller is still known. From any thread."""
+        """Say whether a poller of a closed loop is still registered. From any thread."""
         return any(loop.is_closed for loop in tuple(self._pollers))
 
     def call_one(self, function: Callable[[CompletionPoller], object]) -> bool:
-        """Call a function of a poller on the loop of one that is open, soon; False: none is."""
+        """Call a function soon on an open loop, with its poller; False if no loop is open."""
         pollers = tuple(self._pollers.values())
         return any(one.loop.call_threadsafe(partial(function, one)) for one in pollers)
 
@@ -643,7 +646,7 @@ class PollerRegistry:
         return tuple(self._pollers.values())
 
     def set_watchdog_locked(self, watchdog: Watchdog | None) -> None:
-        """Have each poller call a function after its polls, from now on."""
+        """Set the function that each poller calls after its polls."""
         self._watchdog = watchdog
         for poller in self._pollers.values():
             poller.watchdog = watchdog
@@ -651,7 +654,7 @@ class PollerRegistry:
     def remove_closed_locked(self) -> bool:
         """Forget the pollers of closed loops; return whether there were any.
 
-        Each caller has a poller of its own loop, and keeps it until that closes.
+        Each caller has a poller of its own loop, and keeps it until that loop closes.
         """
         closed = [loop for loop in self._pollers if loop.is_closed]
         for loop in closed:

@@ -1,8 +1,8 @@
-"""Memory and copies of a lease: each is checked here, and submitted as one step.
+"""Memory and copies of a lease. Each call is checked here, and submitted as one step.
 
-A small array (at most a slot, `staging_ring.SLOT`) is staged on the caller's thread and copied
-without waiting. A large one is copied in chunks by the submit thread, so that the loop never does
-it. So is a copy from or to another device, until the hardware is known to have a path between them.
+A small array (up to a slot, `staging_ring.SLOT`) is staged on the caller's thread and copied
+without waiting. The submit thread copies a large one in chunks, so that the loop never does.
+It also copies from and to other devices, until a hardware path between them is known to exist.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def allocate_and_fill(
     ticket: int,
     fill: Callable[[Buffer], object],
 ) -> Buffer:
-    """Allocate a buffer like an array for work on a stream, and fill it; closed if that fails."""
+    """Allocate a buffer like an array for work on a stream, and fill it. Close it on failure."""
     memory = lease.device_memory.memory
     buffer = memory.allocate(like.shape, like.dtype, stream, ticket, lease.quota)
     try:
@@ -82,8 +82,8 @@ def shape_and_dtype(shape: object, dtype: npt.DTypeLike) -> tuple[tuple[int, ...
     """Check a shape and a dtype.
 
     Raises:
-        InvalidArray: not a shape, more bytes than memory can have, or a dtype that memory cannot
-            hold.
+        InvalidArray: The shape is not valid, has more bytes than possible, or memory cannot hold
+            the dtype.
     """
     numbers = shape if isinstance(shape, tuple) else (shape,)
     for number in numbers:
@@ -197,9 +197,9 @@ def copy(
 
 
 class _Staged:
-    """An array of the host on its way to the device.
+    """A host array on its way to the device.
 
-    A small one is read at once, into a slot, or into a copy while all slots are in use. A large one
+    A small array is read at once, into a slot, or into a copy if all slots are in use. A large one
     is read while the job runs.
     """
 
@@ -219,7 +219,7 @@ class _Staged:
         self.is_large = self._slot is None and array.nbytes > 0
 
     def copy_to(self, target: DeviceOperand, ticket: int, advance: Moved) -> None:
-        """Submit the copy; the slot is used again once the ticket is reached."""
+        """Submit the copy. The slot is reused once the ticket is reached."""
         executor, nbytes = self._lease.executor, self._array.nbytes
         slot, self._slot = self._slot, None
         if slot is None:
@@ -236,7 +236,7 @@ class _Staged:
             self._lease.device_memory.slots.release_after(slot, stream, ticket)
 
     def discard(self) -> None:
-        """Give the slot back, if nothing was copied from it."""
+        """Release the slot, if nothing was copied from it."""
         slot, self._slot = self._slot, None
         if slot is not None:
             self._lease.device_memory.slots.release(slot)
@@ -272,7 +272,7 @@ def _duplicate(
 def _copy_on_device(
     lease: Lease, dst: DeviceOperand, src: DeviceOperand, progress: ProgressReporter | None
 ) -> Job[None]:
-    """Copy between two device arrays, of which one may be another device's."""
+    """Copy between two device arrays, one of which may be on another device."""
     peer = _peer_of(lease, dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise InvalidArray(f"src={src!r} and dst={dst!r} differ in shape or dtype")
@@ -283,14 +283,14 @@ def _copy_on_device(
     if peer is not None:
         may_block = may_block or not peer.memory.peer_enabled(lease.ordinal)
         stream = lease.launch_stream
-        peer.memory.record_peer_use(stream, stream.issued + 1)  # the ticket that it will be given
+        peer.memory.record_peer_use(stream, stream.issued + 1)  # the ticket that it will get
     advance, chunks = _advance(progress), lease.executor.chunks
     copy_part = _part_copier(lease, dst, src, peer)
 
     def step(_: int) -> None:
         with lease.executor.device.primary.entered():
             if peer is not None and not peer.memory.enable_peer(lease.ordinal):
-                # The hardware has no path between the two: by the host.
+                # The hardware has no path between the two: copy through host memory.
                 is_here = dst.device_id == lease.ordinal
                 copy_chunks = chunks.copy_from_peer if is_here else chunks.copy_to_peer
                 copy_chunks(peer.staging, src.address, dst.address, dst.nbytes, advance)
@@ -303,10 +303,10 @@ def _copy_on_device(
 
 
 def _peer_of(lease: Lease, *operands: DeviceOperand) -> DeviceMemory | None:
-    """Return the other device of the pool that has one of two arrays; None: both are here.
+    """Return the other device of the pool that holds one of two arrays, or None.
 
     Raises:
-        WrongDevice: neither is of this device, or one is of a device outside the pool.
+        WrongDevice: Neither array is on this device, or one is on a device outside the pool.
     """
     elsewhere: list[Buffer] = []
     for operand in operands:
@@ -326,7 +326,7 @@ def _peer_of(lease: Lease, *operands: DeviceOperand) -> DeviceMemory | None:
 def _part_copier(
     lease: Lease, dst: DeviceOperand, src: DeviceOperand, peer: DeviceMemory | None
 ) -> Callable[[int, int], None]:
-    """Return a function that submits the copy of a part, by the device itself."""
+    """Return a function that submits the copy of a part by the device itself."""
     driver, stream = lease.executor.driver, lease.launch_stream.stream.handle
     if peer is None:
         return lambda offset, nbytes: driver.copy(
@@ -340,7 +340,7 @@ def _part_copier(
 
 
 def _operand(array: object) -> DeviceOperand:
-    """Return a buffer, or a foreign array that is used like one."""
+    """Return a buffer, or another library's array in the form of one."""
     if isinstance(array, Buffer):
         return array
     kind = type(array).__name__
@@ -355,7 +355,7 @@ def _operand(array: object) -> DeviceOperand:
 
 
 def _operand_here(array: object, lease: Lease) -> DeviceOperand:
-    """Return one of the lease's device."""
+    """Return an operand on the lease's device."""
     found = _operand(array)
     found.check(lease.ordinal)
     return found
@@ -375,7 +375,7 @@ def _advance(progress: ProgressReporter | None) -> Moved:
 
 
 def _report_end(lease: Lease, job: Job[Any], progress: ProgressReporter | None) -> None:
-    """Report that all is done before a task has the job's value; the callback may fail the job."""
+    """Report completion before a task gets the job's value. The callback may fail the job."""
     if progress is None:
         return
 

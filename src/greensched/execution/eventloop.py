@@ -1,7 +1,7 @@
-"""Event loops: one adapter for each running loop of asyncio (uvloop, too) or trio.
+"""Event loops: one adapter for each running loop of asyncio (or uvloop) or trio.
 
-anyio is not used to wait: its primitives yield a whole turn of the loop where nothing has to be
-waited for.
+anyio is not used for waiting, because its primitives yield a whole turn of the loop even if there
+is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from typing import Any, Final, Protocol
 from greensched._asynclib import get_ident, running_asyncio, running_trio
 from greensched.errors import NoLoop
 
-#: A task that requests leases for another task, and that other task. Tasks that it starts request
-#: them for themselves.
+#: A task that requests leases on behalf of another task, and that other task. Tasks that the first
+#: one starts request for themselves.
 holder_override: Final[ContextVar[tuple[object, object] | None]] = ContextVar(
     "greensched_holder", default=None
 )
 
-#: What one task awaits until its loop's adapter wakes it.
+#: An object that one task awaits until its loop's adapter wakes it.
 Waiter = Awaitable[None]
 
 
 class Timer(Protocol):
-    """Calls a function on the loop's thread, at the time last asked for."""
+    """Calls a function on the loop's thread at the latest scheduled time."""
 
     def schedule(self, delay: float) -> None:
-        """Make the next call after `delay` seconds; 0: in the loop's next turn.
+        """Make the next call after `delay` seconds; 0 means in the loop's next turn.
 
-        Replaces an earlier schedule. On the loop's thread only.
+        Replaces an earlier schedule. Only on the loop's thread.
         """
 
 
 class LoopAdapter(ABC):
-    """One running loop."""
+    """The interface to one running loop."""
 
     def __init__(self, *, always_yields: bool, current_task: Callable[[], object]) -> None:
-        #: Whether an await that need not wait is a checkpoint all the same: trio's rule.
+        #: Whether an await that need not wait is still a checkpoint, as trio requires.
         self.always_yields = always_yields
         #: Returns the running task.
         self.current_task = current_task
         self._ident = get_ident()
 
     def is_current(self) -> bool:
-        """Whether this is the running loop's adapter, if that can be said at once."""
+        """Whether this is the running loop's adapter, if that can be told without cost."""
         return False
 
     @property
@@ -62,7 +62,7 @@ class LoopAdapter(ABC):
 
     @abstractmethod
     def create_waiter(self) -> Waiter:
-        """Make something for one task to await."""
+        """Return an object for one task to await."""
 
     def create_inline_waiter(self) -> Waiter:
         """Make a waiter for `resume`."""
@@ -70,58 +70,58 @@ class LoopAdapter(ABC):
 
     @abstractmethod
     def is_waiting(self, waiter: Any) -> bool:
-        """Whether a waiter was neither woken nor cancelled. On the loop's thread."""
+        """Whether a waiter is neither woken nor cancelled. On the loop's thread."""
 
     @abstractmethod
     def wake(self, waiter: Any) -> bool:
-        """Wake the task that awaits it, or will. On the loop's thread, any number of times.
+        """Wake the task that awaits, or will await, a waiter. Repeatable. On the loop's thread.
 
         Return False if the loop is closed.
         """
 
     @property
     def is_debugged(self) -> bool:
-        """Whether the loop's debug mode is on: then no task is resumed inline.
+        """Whether the loop's debug mode is on, in which no task is resumed inline.
 
-        That mode reports a slow turn by the name of its task.
+        Debug mode reports a slow turn by the name of its task.
         """
         return False
 
     def resume(self, waiter: Any) -> None:
-        """Wake the task of an inline waiter, and run it now where the loop allows that.
+        """Wake the task of an inline waiter, and run it now if the loop allows. Repeatable.
 
-        Only from a call that the loop itself made, so that no task is running. Any number of times.
+        Only for calls that the loop itself makes, so that no task is running.
 
         Raises:
-            KeyboardInterrupt, SystemExit: the task raised it, and the loop is to end.
+            KeyboardInterrupt, SystemExit: The task raised it, and the loop must end.
         """
         self.wake(waiter)
 
     def wake_threadsafe(self, waiter: Any) -> bool:
-        """Wake from any thread."""
+        """Wake a task from any thread."""
         if get_ident() == self._ident:
             return self.wake(waiter)
         return self.call_threadsafe(functools.partial(self.wake, waiter))
 
     @abstractmethod
     def create_timer(self, callback: Callable[[], None]) -> Timer:
-        """Make a timer, which calls nothing until it is scheduled."""
+        """Return a timer, which is not scheduled yet."""
 
     @abstractmethod
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
         """Call a function on the loop's thread; return False if the loop is closed."""
 
     def current_holder(self) -> object:
-        """Return the task that holds what is granted now: the running task or its override."""
+        """Return the task that holds new leases: the running task or its override."""
         override = holder_override.get()
         if override is None:
             return self.current_task()
         return override[1] if override[0] is self.current_task() else self.current_task()
 
     def checkpoint(self) -> Awaitable[None]:
-        """Yield a turn of the loop, and be where a cancellation arrives.
+        """Yield a turn of the loop, and let a cancellation arrive.
 
-        Only where `always_yields`: on asyncio an await that need not wait does not yield.
+        Only if `always_yields`: on asyncio an await that need not wait does not yield.
         """
         raise AssertionError(self)
 
@@ -139,7 +139,7 @@ class AsyncioAdapter(LoopAdapter):
         self._create_future = loop.create_future
         method = getattr(loop.create_future, "__func__", None)
         if method is asyncio.BaseEventLoop.create_future:
-            self._create_future = functools.partial(asyncio.Future, loop=loop)  # as it does
+            self._create_future = functools.partial(asyncio.Future, loop=loop)  # as the loop does
 
     @property
     def is_closed(self) -> bool:
@@ -174,7 +174,7 @@ class AsyncioAdapter(LoopAdapter):
             return not self.is_closed
         try:
             waiter.set_result(None)
-        except RuntimeError:  # closed: trying costs half as much as asking
+        except RuntimeError:  # closed; catching this costs half as much as asking first
             if self.is_closed:
                 return False
             raise
@@ -186,7 +186,7 @@ class AsyncioAdapter(LoopAdapter):
     def call_threadsafe(self, function: Callable[[], object]) -> bool:
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # closed, perhaps since a moment ago
+        except RuntimeError:  # closed, perhaps just now
             return False
         return True
 
@@ -207,10 +207,10 @@ class _HandleTimer:
 
 
 class InlineFuture:
-    """A future whose task can be run at once, by `resume`, for one task and one wake.
+    """A future whose task `resume` can run at once. For one task and one wake.
 
-    asyncio's own future calls its task in the loop's next turn only. That turn is why this class
-    exists: `p.run` takes 0.62 of the time of `asyncio.to_thread` with it, 0.80 without (`make
+    asyncio's own future calls its task only in the loop's next turn. This class saves that turn:
+    `p.run` takes 0.62 of the time of `asyncio.to_thread` with it, 0.80 without (`make
     bench`).
 
     It implements what `asyncio.isfuture` and a task require of a future.
@@ -227,13 +227,13 @@ class InlineFuture:
     )
 
     def __init__(self, loop: Any) -> None:
-        #: asyncio's protocol: True when it is yielded to the task, which sets it back.
+        #: asyncio's protocol: set when this future is yielded to the task, which clears it.
         self._asyncio_future_blocking = True
         self._loop = loop
         self._is_done = False
         self._is_cancelled = False
         self._message: object = None
-        #: The task's callback, and the context to call it in.
+        #: The task's callback and its context.
         self._callback: Callable[[Any], object] | None = None
         self._context: Context | None = None
 
@@ -262,7 +262,7 @@ class InlineFuture:
         """Run the task in the loop's next turn.
 
         Raises:
-            RuntimeError: the loop is closed.
+            RuntimeError: The loop is closed.
         """
         callback, context = self._finish()
         if callback is not None:
@@ -283,7 +283,7 @@ class InlineFuture:
             context.run(callback, self)
 
     def _finish(self) -> tuple[Callable[[Any], object] | None, Context | None]:
-        """Mark it done, and drop the callback, which holds the task."""
+        """Mark the future done, and drop the callback, which refers to the task."""
         found = self._callback, self._context
         self._is_done, self._callback, self._context = True, None, None
         return found
@@ -338,14 +338,14 @@ class TrioAdapter(LoopAdapter):
 
 
 class TaskWaiter:
-    """One task waiting for one wake, on the loop's thread; woken any number of times."""
+    """One task's wait for a wake, on the loop's thread. May be woken repeatedly."""
 
     __slots__ = ("_task", "_trio", "is_done")
 
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self._task: Any = None
-        #: The task was woken, or cancelled.
+        #: Whether the task was woken or cancelled.
         self.is_done = False
 
     def wake(self) -> None:
@@ -371,10 +371,10 @@ class TaskWaiter:
 class _TaskTimer:
     """A system task that sleeps until its next call, and ends with the object that it calls.
 
-    The task lives as long as the run, otherwise, and would keep every pool that was closed in it.
+    Otherwise the task would live as long as the run, and keep every closed pool of the run alive.
 
     Args:
-        callback: a method, whose object is not kept alive.
+        callback: A method. Its object is not kept alive.
     """
 
     def __init__(self, trio: Any, callback: Callable[[], None]) -> None:
@@ -390,7 +390,7 @@ class _TaskTimer:
         self._changed.set()
 
     def _collected(self, _: object) -> None:
-        """Wake the task, to end. From any thread, as the collector runs on any."""
+        """Wake the task so that it ends. From any thread, where garbage collection runs."""
         with suppress(self._trio.RunFinishedError):
             self._token.run_sync_soon(self.schedule, 0.0)
 
@@ -407,11 +407,11 @@ class _TaskTimer:
                 if callback is None:
                     return
                 callback()
-                del callback  # or its object would live while this sleeps
+                del callback  # otherwise its object would live while this task sleeps
 
 
 async def notify_on_exit(trio: Any, callback: Callable[[], None]) -> None:
-    """Call a function when the run ends: system tasks outlive the main task."""
+    """Call a function when the run ends. As a system task it outlives the main task."""
     try:
         await trio.sleep_forever()
     finally:
@@ -421,7 +421,7 @@ async def notify_on_exit(trio: Any, callback: Callable[[], None]) -> None:
 # -- the running loop ------------------------------------------------------------------------------
 
 
-#: For each thread: the `latest` loop with its adapter, and the `adapters` of its open loops.
+#: For each thread: the `latest` loop with its adapter, and the `adapters` of all its open loops.
 _local: Final[Any] = threading.local()
 
 
@@ -429,7 +429,7 @@ def current_adapter() -> LoopAdapter:
     """Return the adapter of the loop that runs on this thread.
 
     Raises:
-        NoLoop: there is none.
+        NoLoop: No loop is running on this thread.
     """
     key: Any = _get_running_loop()
     trio = None
@@ -449,5 +449,5 @@ def current_adapter() -> LoopAdapter:
 
 
 def current_trio() -> Any:
-    """Return the `trio` module if its run is the loop on this thread; else None."""
+    """Return the `trio` module if trio runs on this thread, else None."""
     return running_trio() if "trio" in sys.modules and running_asyncio() is None else None

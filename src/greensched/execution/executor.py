@@ -1,18 +1,18 @@
 """Executors: a green context over a set of cells, with its streams, threads and caches.
 
 An executor is made once, cached, and reused by one lease after another. It has two streams with
-tickets: one for launches and copies, one for blocking calls. A third, for copies beside the
-launches, belongs to the primary context and is made when first needed.
+tickets: one for launches and copies, one for blocking calls. A third stream, for copies beside
+the launches, belongs to the primary context and is made when first needed.
 
-A green context may be current on one thread at a time. Only the worker thread makes this one
-current; what is created in it (streams, events) is created before the executor is used.
+A green context may be current on only one thread at a time. Only the worker thread makes it
+current; streams and events in it are created before the executor is used.
 
 Each executor has its own threads, so that one hung kernel delays no other executor. Each thread
 starts when it is first needed:
 
 * the *worker thread* runs blocking calls;
-* the *submit thread* submits in order what may block: large copies, a kernel's first use, memory
-  that must grow, and everything submitted behind these;
+* the *submit thread* submits, in order, work that may block: large copies, a kernel's first use,
+  memory that must grow, and everything submitted after such work;
 * one *event-wait thread* for each stream blocks in the driver until an event is reached.
 """
 
@@ -41,28 +41,28 @@ from greensched.execution.worker_calls import WorkerCalls, job_failed
 
 logger = logging.getLogger("greensched")
 
-#: Jobs in flight on a stream at most, so that no launch blocks: a launch is reported to block at
-#: about 1,000 outstanding entries of a driver's queue (not measured here); a job is up to three.
+#: The most jobs in flight on a stream, so that no launch blocks. Launches are reported to block at
+#: about 1,000 entries in a driver's queue (not measured here); a job has up to three entries.
 DEPTH = 256
 
 
 class ExecutorHost(Protocol):
-    """What an executor needs of the pool that owns it."""
+    """What an executor needs from the pool that owns it."""
 
     def current_poller(self) -> CompletionPoller: ...
 
 
 class Executor:
-    """A set of SMs as it exists on the device, whichever lease uses it. Creating one blocks.
+    """A set of SMs on the device, whatever lease uses it. Creating one blocks.
 
     Args:
-        device: has the SMs.
-        context: the green context over the SMs. The executor's `close` closes it; where the
-            executor cannot be made, the caller does, and with it what was made in it.
-        mask: its cells, as scheduling counts them.
-        words: memory for its tickets.
-        staging: lends chunks to its large copies.
-        host: the pool.
+        device: The device with the SMs.
+        context: The green context over the SMs. The executor's `close` closes it. If the executor
+            cannot be created, the caller must close the context, with everything made in it.
+        mask: The executor's cells, as the scheduler counts them.
+        words: Memory for tickets.
+        staging: Chunks for large copies.
+        host: The pool.
     """
 
     def __init__(
@@ -81,34 +81,34 @@ class Executor:
         self.mask = mask
         self.host = host
         self.is_leased = False
-        #: What hangs on it now, if anything does; see `leasing.watchdog`.
+        #: What hangs on this executor now, or None; see `leasing.watchdog`.
         self.hang: DeviceHung | None = None
-        #: The stream, ticket and name of its latest jobs, where a watchdog is to name them.
+        #: The streams, tickets and names of its latest jobs, for a watchdog that names jobs.
         self.recent_jobs: deque[tuple[TicketedStream, int, str]] = deque(maxlen=2 * DEPTH)
         self._words = words
         self._staging = staging
         self.context = context
         sms = context.resources.sm
         self.sm_count = sms.sm_count
-        #: Blocks of the largest thread-block cluster; 1: no clusters.
+        #: Most blocks of a thread-block cluster; 1 without clusters.
         self.max_cluster_size = max_cluster_size(device.compute_capability, sms)
         self.launch_stream = words.create_stream(context)
         self.call_stream = words.create_stream(context)
-        #: Captures all work of the green context, beyond what has tickets.
+        #: Captures all work of the green context, including work without tickets.
         self.context_event = context.create_event()
-        # Kept here: they outlive their context where that is closed at once.
+        # Kept here, because they must outlive a context that is closed at once.
         self._first_chunk = context.create_event()
         self._second_chunk = context.create_event()
         chunk_events = self._first_chunk, self._second_chunk
         self.chunks = ChunkedCopier(self.launch_stream, chunk_events, staging)
-        #: For copies beside the launches; made by `create_copy_stream`.
+        #: The stream for copies beside the launches, made by `create_copy_stream`.
         self.copy_stream: TicketedStream | None = None
         self.copy_chunks: ChunkedCopier | None = None
         self.cache = LaunchCache(device, self.launch_stream.stream)
         #: Values that users keep with the executor.
         self.locals = ExecutorLocals()
         self.uses_events = isinstance(self.launch_stream, EventTicketedStream)
-        #: Jobs in flight on a stream at most.
+        #: The most jobs in flight on a stream.
         self.depth = min(DEPTH, EventTicketedStream.DEPTH - 1) if self.uses_events else DEPTH
         primary = device.primary
         self._worker = self._thread("worker")  # calls enter the green context themselves
@@ -134,7 +134,7 @@ class Executor:
 
     @property
     def streams(self) -> tuple[TicketedStream, ...]:
-        """Its streams with tickets."""
+        """Its streams that have tickets."""
         streams = self.launch_stream, self.call_stream
         return streams if self.copy_stream is None else (*streams, self.copy_stream)
 
@@ -151,28 +151,28 @@ class Executor:
         return self.ownership is not None and self.ownership.is_mine
 
     def wait(self, stream: TicketedStream, ticket: int) -> Waiter:
-        """Make something to await on the running loop until a ticket is reached, or given up.
+        """Return an object to await on the running loop until a ticket is reached or given up.
 
         Raises:
-            NoLoop: no loop is running on this thread.
+            NoLoop: No loop is running on this thread.
         """
         return self.host.current_poller().wait(stream, ticket)
 
     def notify_when(
         self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
     ) -> None:
-        """Call a function on the running loop's thread once a ticket is reached, or given up.
+        """Call a function on the running loop's thread once a ticket is reached or given up.
 
         Raises:
-            NoLoop: no loop is running on this thread.
+            NoLoop: No loop is running on this thread.
         """
         self.host.current_poller().when_reached(stream, ticket, callback, or_given_up=True)
 
     def create_copy_stream(self) -> None:
-        """Make the stream for copies beside the launches, if there is none. Blocks.
+        """Make the stream for copies beside the launches, if it is missing. Blocks.
 
-        On the submit thread, or on the builder thread before the executor is used. The stream
-        belongs to the primary context: a copy engine moves the bytes, and no SM.
+        Runs on the submit thread, or on the builder thread before the executor is used. The stream
+        belongs to the primary context, because a copy engine moves the bytes, and no SM.
         """
         if self.copy_stream is not None:
             return
@@ -187,12 +187,12 @@ class Executor:
         self.copy_chunks = ChunkedCopier(stream, (first, second), self._staging)
         self._event_wait_threads[stream] = self._thread("copy wait", primary)
         stream.owner = self
-        self.copy_stream = stream  # last: other threads use it from here on
+        self.copy_stream = stream  # last, because other threads use it from here on
 
     def wait_for_event(self, stream: TicketedStream, then: Callable[[bool], object]) -> bool:
-        """Have a thread block until what the stream's event captured is done.
+        """Have a thread block until the work that the stream's event captured is done.
 
-        `then` is called on that thread with whether it is done. Return False if no thread starts.
+        The thread calls `then` with whether it is done. Return False if no thread can be started.
         """
 
         def wait() -> None:
@@ -216,7 +216,7 @@ class Executor:
     # -- deferred submissions ----------------------------------------------------------------------
 
     def submit_in_order(self, step: Callable[[], object]) -> None:
-        """Run a function on the submit thread, behind all that was deferred before."""
+        """Run a function on the submit thread, after everything deferred before."""
         self._submit_thread.post(lambda _: step())
 
     def submit_deferred(
@@ -227,7 +227,7 @@ class Executor:
     ) -> None:
         """Have the submit thread submit work, in the order of the calls, and then its ticket.
 
-        `step` returns the job's result, or raises the job's failure. `poller` is the lease's.
+        `step` returns the job's result, or raises its failure. `poller` is the lease's.
         """
         poller.thread_work_started()
 
@@ -249,13 +249,13 @@ class Executor:
     # -- the green context as a whole --------------------------------------------------------------
 
     def order_behind_context(self) -> None:
-        """Order the launch stream behind the green context, or block until the context is done."""
+        """Order the launch stream after the green context, or block until the context is idle."""
         try:
             self.order_behind_green_context()
         except CUDAError as error:
             if self.launch_stream.health.is_over:
                 raise
-            # A capture is open on a stream of a library: the work outside it can be waited for.
+            # A library's capture is open on a stream, but other work can be waited for.
             logger.warning(
                 "an event cannot capture the green context's work (%s): waiting for it instead",
                 error,
@@ -263,10 +263,10 @@ class Executor:
             self.driver.synchronize_context(self.context.handle)
 
     def order_behind_green_context(self) -> None:
-        """Order the launch stream behind all work of the green context.
+        """Order the launch stream after all work of the green context.
 
         Raises:
-            CUDAError: a library captures on a stream of its own.
+            CUDAError: A library captures on its own stream.
         """
         green = self.context.green
         assert green is not None
@@ -274,7 +274,7 @@ class Executor:
         self.driver.wait_event(self.launch_stream.stream.handle, self.context_event.handle)
 
     def write_launch_ticket(self, ticket: int) -> None:
-        """Write a ticket; one that cannot be written would never be reached: the device is lost."""
+        """Write a ticket. If that fails, report the device lost: the ticket would never come."""
         try:
             self.launch_stream.mark(ticket)
         except CUDAError as error:
@@ -287,20 +287,20 @@ class Executor:
         return self._worker, self._submit_thread, *self._event_wait_threads.values()
 
     def wake_submit_waiters(self) -> None:
-        """Wake the threads that wait for a ticket: the use of the device is over."""
+        """Wake the threads that wait for a ticket, because the device is no longer used."""
         for stream in self.streams:
             stream.wake_submit_waiters()
 
     def close_released(self) -> None:
-        """Have released values closed, if the worker runs. From any thread; does not wait."""
+        """Have released values closed, if the worker runs. From any thread. Does not wait."""
         if not self.launch_stream.health.is_over:
             self._worker.submit_if_running(self.locals.close_released)
 
     def close(self) -> None:
-        """End the threads, then everything on the device; its work is done. Blocks.
+        """End the threads, then destroy everything on the device, which is idle. Blocks.
 
         Raises:
-            CUDAError: the first error of the driver; every step was tried all the same.
+            CUDAError: The driver's first error. All further steps were tried.
         """
         if self.locals:
             self._worker.post(lambda _: self._close_locals())
@@ -316,12 +316,12 @@ class Executor:
         )
 
     def _close_locals(self) -> None:
-        """Close them where they were made: on the worker, with the green context current."""
+        """Close values where they were made: on the worker, in the green context."""
         with self.context.entered(wait=True):
             self.locals.close()
 
     def abandon(self) -> None:
-        """Leave it as it is, and let each thread end as soon as it can. Never waits."""
+        """Leave everything as it is, and let each thread end as soon as it can. Never waits."""
         self.context.is_abandoned = True
         for thread in self._threads:
             thread.dismiss()

@@ -1,4 +1,4 @@
-"""Prepared launches of one executor, kept for reuse."""
+"""Prepared launches of one executor, which are kept for reuse."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from greensched.device.launch import LaunchConfig, PreparedLaunch, check_limits
 from greensched.device.streams import Stream
 from greensched.kernels import Abandonment, Kernel
 
-#: Kinds of launches kept at most; at the bound the cache is cleared.
+#: The most kinds of launches that are kept; then the cache is cleared.
 MAX_LAUNCHES = 256
-#: Kept launches of closed bound launches, for each kind: more are rarely bound at once.
+#: The most launches of closed bound launches that are kept for each kind.
 MAX_SPARE = 8
 
-#: A kernel with its geometry, as `LaunchConfig.key` says it.
+#: A kernel and its geometry, as in `LaunchConfig.key`.
 Kind = tuple[Kernel, str]
 
 
@@ -23,28 +23,28 @@ class LaunchCache:
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
         self._stream = stream
-        #: For `Partition.launch`: their argument values are set at each launch.
+        #: Launches for `Partition.launch`, which sets their argument values each time.
         self.launches: dict[Kind, PreparedLaunch] = {}
-        #: Of bound launches that are closed, for the next bound launch of the same kind.
+        #: Launches of closed bound launches, for new bound launches of the same kind.
         self.spare: dict[Kind, list[PreparedLaunch]] = {}
-        #: Kernels whose launch no longer blocks: they are loaded, or were launched here.
+        #: Kernels whose launch does not block, because they were loaded or launched here.
         self.loaded: set[Kernel] = set()
 
     def load(self, kernel: Kernel, abandonment: Abandonment | None = None) -> None:
-        """Compile and load a kernel; the executor's context must be current. Blocks.
+        """Compile and load a kernel. The executor's context must be current. Blocks.
 
-        Raises as `Loader.load`.
+        Errors are those of `Loader.load`.
         """
         self._device.loader.load(kernel, abandonment)
         self.loaded.add(kernel)
 
     def get(self, kernel: Kernel, config: LaunchConfig) -> PreparedLaunch | None:
-        """Return the prepared launch, made if need be; None if the kernel is not loaded here.
+        """Return the launch, prepared if necessary; None if the kernel is not loaded here.
 
         Never blocks.
 
         Raises:
-            InvalidLaunch, CUDAError: the kernel cannot be launched with this geometry.
+            InvalidLaunch, CUDAError: The kernel cannot be launched with this geometry.
         """
         prepared = self.launches.get((kernel, config.key))
         if prepared is None and kernel in self.loaded:
@@ -57,14 +57,14 @@ class LaunchCache:
     def create(
         self, kernel: Kernel, config: LaunchConfig, arguments: KernelArguments
     ) -> PreparedLaunch:
-        """Prepare a launch with its own arguments; the kernel has its handle. Never blocks."""
+        """Prepare a launch with its own arguments. The kernel is loaded. Never blocks."""
         handle = self._device.loader.loaded(kernel)
         assert handle is not None
         check_limits(kernel, handle, config, self._device.facts, self._device.driver)
         return PreparedLaunch(self._stream, config, kernel, handle, arguments)
 
     def recycle(self, prepared: PreparedLaunch) -> None:
-        """Keep the prepared launch of a closed bound launch, and none of its buffers."""
+        """Keep the prepared launch of a closed bound launch, without its buffers."""
         spare = self.spare.get(prepared.kind)
         if spare is None:
             if len(self.spare) >= MAX_LAUNCHES:

@@ -1,7 +1,7 @@
-"""Launches of a lease: checked here, then submitted at once, or by the submit thread.
+"""Launches of a lease: checked here, then submitted at once or by the submit thread.
 
-A kernel's first use on a set of SMs compiles and loads it, which blocks: the submit thread does
-that, and submits whatever comes behind it until then.
+A kernel's first use on a set of SMs compiles and loads it, which blocks. So the submit thread does
+that, and also submits all work that follows meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def launch(
     executor = lease.executor
     try:
         prepared = executor.cache.launches.get((kernel, config.key))
-    except (AttributeError, TypeError):  # no configuration, or no kernel: refused below
+    except (AttributeError, TypeError):  # not a configuration or not a kernel: refused below
         prepared = None
     if prepared is None:
         prepared = _prepare_first(lease, config, kernel)
@@ -75,14 +75,14 @@ def prepare(lease: Lease, config: LaunchConfig, kernel: Kernel) -> Job[None]:
 def prepare_bound(
     lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> PreparedLaunch:
-    """Prepare a launch with its own arguments, for `Partition.bind`. Raises as that does.
+    """Prepare a launch with its own arguments, for `Partition.bind`, whose errors it raises.
 
-    An earlier lease of these SMs may have left one of the same kind, which lacks only the values.
+    An earlier lease of these SMs may have left a launch of the same kind, which only needs values.
     """
     cache = lease.executor.cache
     try:
         spare = cache.spare.get((kernel, config.key)) if kernel in cache.loaded else None
-    except (AttributeError, TypeError):  # no configuration, or no kernel: refused below
+    except (AttributeError, TypeError):  # not a configuration or not a kernel: refused below
         spare = None
     if spare:
         prepared = spare.pop()
@@ -101,7 +101,7 @@ def prepare_bound(
 def pack_arguments(
     lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> KernelArguments:
-    """Check a launch and pack its arguments. Raises as `Partition.launch`."""
+    """Check a launch and pack its arguments. Errors are those of `Partition.launch`."""
     device = lease.executor.device
     check_launch(config, kernel, device.facts, device.driver)
     arguments = KernelArguments(kernel, device.ordinal)
@@ -112,7 +112,7 @@ def pack_arguments(
 def _launch_deferred(
     lease: Lease, config: LaunchConfig, kernel: Kernel, args: tuple[object, ...]
 ) -> Job[None]:
-    """Launch from the submit thread: the kernel must be loaded, or other work submitted, first."""
+    """Launch from the submit thread, because the kernel or earlier work must come first."""
     arguments = pack_arguments(lease, config, kernel, args)
     uses = tuple(arguments.buffers.values())
     cache, loader = lease.executor.cache, lease.executor.device.loader
@@ -120,7 +120,7 @@ def _launch_deferred(
 
     def step(_: int) -> None:
         if kernel not in cache.loaded:
-            loader.load(kernel, abandonment)  # gives it its handle; the launch does the rest
+            loader.load(kernel, abandonment)  # gives the kernel its handle for the launch below
         cache.create(kernel, config, arguments).launch()
         cache.loaded.add(kernel)
 
@@ -128,9 +128,9 @@ def _launch_deferred(
 
 
 def _prepare_first(lease: Lease, config: LaunchConfig, kernel: Kernel) -> PreparedLaunch | None:
-    """Prepare a new geometry of a kernel that is loaded here; None if it is not.
+    """Prepare a new geometry of a kernel that is loaded here; None if it is not loaded.
 
-    The driver's refusal is the job's failure, as of any launch, and not raised here.
+    A refusal by the driver is not raised here, but fails the job, as for any launch.
     """
     executor = lease.executor
     check_launch(config, kernel, executor.device.facts, executor.driver)

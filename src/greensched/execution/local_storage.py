@@ -1,7 +1,7 @@
-"""Values that users keep with an executor: made once for each executor, closed with it.
+"""Values that users keep with an executor, made once for each executor and closed with it.
 
-They are library handles, workspaces, communicators, graphs. One that all partitions shared would be
-used by work that runs at the same time, which corrupts some and deadlocks others.
+Examples are library handles, workspaces, communicators and graphs. If all partitions shared one,
+concurrent work would use it, which corrupts some kinds and deadlocks others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 
-#: Values of one executor at most: far more than a program means to keep, and soon reached by one
-#: that gives a new function each time.
+#: The most values of one executor: far more than a program needs, but soon reached by a program
+#: that passes a new function each time.
 MAX_VALUES = 64
 
 
 class Disposable(Protocol):
-    """An object that is closed with the executor, unless its owner releases it before."""
+    """An object that is closed with the executor, unless its owner releases it earlier."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -32,17 +32,17 @@ class Disposable(Protocol):
 
 
 class ExecutorLocals:
-    """Values of one executor, by their factories.
+    """Values of one executor, by the factories that made them.
 
-    Changed on the executor's worker thread only, with its context current.
+    Changed only on the executor's worker thread, with its context current.
     """
 
     def __init__(self) -> None:
         self._values: dict[Callable[[], Any], Any] = {}
         self._adopted: dict[Disposable, None] = {}
-        #: Released, and not closed yet.
+        #: Released objects that are not closed yet.
         self._released: deque[Disposable] = deque()
-        #: Values and objects that were made in leases; those of `prepare_local` do not count.
+        #: How many values and objects leases made; those of `prepare_local` do not count.
         self.made = 0
         self.is_prepared = False
 
@@ -54,10 +54,10 @@ class ExecutorLocals:
         return factory in self._values
 
     def get(self, factory: Callable[[], T]) -> T:
-        """Return a factory's value; the first time call it, and keep what it returns.
+        """Return a factory's value. The first time, call the factory and keep the value.
 
         Raises:
-            InvalidRequest: there are `MAX_VALUES` already.
+            InvalidRequest: There are `MAX_VALUES` values already.
         """
         if factory not in self._values:
             if len(self._values) >= MAX_VALUES:
@@ -70,14 +70,14 @@ class ExecutorLocals:
         return self._values[factory]  # type: ignore[no-any-return]  # its own T
 
     def adopt(self, thing: Disposable) -> None:
-        """Close an object with the executor, unless it is released before."""
+        """Close an object with the executor, unless it is released earlier."""
         self._adopted[thing] = None
         self.made += not self.is_prepared
 
     def release(self, thing: Disposable) -> None:
-        """Have the next `close_released` that finds it idle close it.
+        """Let the first `close_released` that finds an object idle close it.
 
-        From any thread; takes no lock.
+        From any thread. Takes no lock.
         """
         self._released.append(thing)
 
@@ -92,9 +92,9 @@ class ExecutorLocals:
                 _close(thing, thing)
 
     def close(self) -> None:
-        """Close everything that has a `close`, the newest first; what one raises is logged.
+        """Close everything that has a `close`, newest first; log exceptions.
 
-        Adopted objects are closed first: they may use the values.
+        Adopted objects are closed first, because they may use the values.
         """
         while self._adopted:
             thing, _ = self._adopted.popitem()
@@ -108,5 +108,5 @@ def _close(origin: object, value: Any) -> None:
     try:
         if callable(close):
             close()
-    except BaseException:  # also SystemExit: this is the executor's worker thread
+    except BaseException:  # even SystemExit, because this is the executor's worker thread
         logger.exception("the value of %r could not be closed", origin)

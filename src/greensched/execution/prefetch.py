@@ -1,8 +1,8 @@
-"""Uploads arrays one after another, each while work on the one before it runs.
+"""Uploads arrays one after another, each while work on the previous one runs.
 
-The copies go by a stream of their own, beside the launches: they use a copy engine of the device,
-and no SM. Three buffers exist at most: one in use, one whose work is queued behind it, and one
-that is being filled.
+The copies use their own stream, beside the launches: they need a copy engine of the device, but
+no SM. At most three buffers exist: one in use, one with work queued behind it, and one that is
+being filled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Prefetcher(Uncopyable):
     """The asynchronous iterator of buffers that `Partition.prefetch` returns; for one task.
 
     Args:
-        ready: returns the partition's lease, or raises what keeps it from submitting.
-        arrays: uploaded in this order.
+        ready: Returns the partition's lease, or raises if it cannot submit.
+        arrays: The arrays, in the order of their uploads.
     """
 
     def __init__(self, ready: Callable[[], Lease], arrays: Iterable[npt.ArrayLike]) -> None:
@@ -41,7 +41,7 @@ class Prefetcher(Uncopyable):
             raise InvalidRequest(message) from None
         self._ready = ready
         self._next: Job[Buffer] | None = None
-        #: Returned, and perhaps in use.
+        #: Buffers that were returned, and may be in use.
         self._returned: deque[Buffer] = deque()
         self._is_started = False
 
@@ -57,16 +57,16 @@ class Prefetcher(Uncopyable):
             self._close_all_but(0)
             raise StopAsyncIteration
         buffer = await self._next
-        buffer.is_known = False  # closed here, also where the iteration is given up
+        buffer.is_known = False  # closed here, even if the iteration is abandoned
         await self._wait_for_room()
         await self._open_copy_stream()  # a checkpoint may have moved the partition
-        self._returned.append(buffer)  # no await from here on: a cancellation loses no buffer
+        self._returned.append(buffer)  # without a later await, so a cancellation loses no buffer
         self._next = None
         self._next = self._upload()
         return buffer
 
     async def _open_copy_stream(self) -> None:
-        """Have the executor's copy stream made. A cancellation stops the waiting only."""
+        """Have the executor's copy stream made. A cancellation stops only the waiting."""
         lease = self._ready()
         lease.reusable = False
         if lease.executor.copy_stream is None:
@@ -79,16 +79,16 @@ class Prefetcher(Uncopyable):
                 lease.poller.thread_work_done()
 
     def _upload(self) -> Job[Buffer] | None:
-        """Submit the copy of the next array; None: there is none."""
+        """Submit the copy of the next array; None after the last one."""
         for array in self._arrays:
             return _upload(self._ready(), staging_ring.source_array(array))
         return None
 
     async def _wait_for_room(self) -> None:
-        """Wait for the work on all returned buffers but the last."""
+        """Wait for the work on all returned buffers except the last one."""
         lease = self._ready()
         streams = lease.executor.streams
-        lease.ticket_bound_launches()  # else bound launches have no ticket to wait for
+        lease.ticket_bound_launches()  # otherwise bound launches have no ticket to wait for
         for buffer in tuple(self._returned)[:-1]:
             for stream, ticket in buffer.uses():
                 while stream in streams and not (stream.reached(ticket) or stream.health.is_over):

@@ -9,19 +9,19 @@ from greensched._asynclib import is_coroutine_function
 from greensched.errors import InvalidRequest
 from greensched.execution.eventloop import LoopAdapter
 
-#: Called with the bytes done, and the bytes in all.
+#: Called with bytes done and bytes in all.
 ProgressCallback = Callable[[int, int], object]
 
 
 class ProgressReporter:
     """Calls a progress callback on the thread of the caller's loop.
 
-    While the loop has no turn, later reports replace the one that waits: they never pile up.
+    While the loop has no turn, a later report replaces the waiting one, so that none pile up.
 
     Args:
-        callback: the caller's.
-        nbytes: in all.
-        loop: the caller's.
+        callback: The caller's callback.
+        nbytes: The bytes in all.
+        loop: The caller's loop.
     """
 
     __slots__ = (
@@ -50,10 +50,10 @@ class ProgressReporter:
         self._error: Exception | None = None
 
     def advance(self, nbytes: int) -> None:
-        """Report that so many bytes more are done. From any thread.
+        """Report that so many more bytes are done. From any thread.
 
         Raises:
-            Exception: what the callback raised earlier.
+            Exception: An earlier call of the callback raised it.
         """
         self._done += nbytes
         if not self._is_posted:
@@ -63,10 +63,10 @@ class ProgressReporter:
             raise self._error
 
     def finish(self) -> None:
-        """Report that all is done, before a task of the loop has the job's value.
+        """Report that all bytes are done, before a task of the loop gets the job's value.
 
         Raises:
-            Exception: as `advance`.
+            Exception: As for `advance`.
         """
         self._done = self._nbytes
         if threading.get_ident() == self._thread:

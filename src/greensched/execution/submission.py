@@ -1,8 +1,8 @@
-"""The order of submission: which streams a piece of work must come behind.
+"""The order of submission: which streams' work must precede a piece of work.
 
-Buffers bring an order of their own across partitions. The device waits, by an event, for work that
-is on another stream already; the submit thread waits until work that another thread has yet to
-submit is on its stream.
+Buffers impose an order across partitions. For work that is on another stream, the device waits by
+an event. For work that another thread has yet to submit, the submit thread waits until it is on
+its stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
 from greensched.device.tickets import TicketedStream
 
-#: Buffers that a piece of work uses, each with whether it writes them.
+#: Buffers that a piece of work uses, each with whether the work writes it.
 Uses = Iterable[tuple[Buffer | PinnedBuffer | ForeignArray, bool]]
 
 
@@ -22,15 +22,15 @@ class Dependencies(NamedTuple):
     """Work on other streams that must come first.
 
     Attributes:
-        unsubmitted: up to which ticket another thread has yet to submit.
-        streams: those to wait for, on the device.
+        unsubmitted: The tickets up to which another thread has yet to submit.
+        streams: The streams that the device must wait for.
     """
 
     unsubmitted: dict[TicketedStream, int]
     streams: list[TicketedStream]
 
     def order_before(self, stream: TicketedStream) -> None:
-        """Order later work on a stream behind these; blocks until all of it is submitted."""
+        """Order later work on a stream after these. Blocks until all of them are submitted."""
         for other, ticket in self.unsubmitted.items():
             other.wait_until_submitted(ticket)
         for other in self.streams:
@@ -42,13 +42,13 @@ def find_dependencies(
 ) -> Dependencies:
     """Find the other streams that use the buffers.
 
-    A call of the same partition that has not returned is not among them: what is submitted after a
-    `run` is ordered behind it only once the run was awaited. Copies beside the launches have no
-    other order than this.
+    A call of the same partition that has not returned is not included: work submitted after a
+    `run` is ordered after it only once the run was awaited. Copies beside the launches have no
+    order other than this.
 
     Raises:
-        InvalidRequest: one of the streams is capturing.
-        DeviceHung: the work on one of them hangs.
+        InvalidRequest: One of the streams is capturing.
+        DeviceHung: Work on one of the streams hangs.
     """
     unsubmitted: dict[TicketedStream, int] = {}
     streams: dict[TicketedStream, None] = {}

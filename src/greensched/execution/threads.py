@@ -1,4 +1,4 @@
-"""Worker threads: what blocks happens here, never on an event loop's thread."""
+"""Worker threads, on which everything blocking runs, never on an event loop's thread."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Item = Callable[[], object]
 
 
 class WorkerThread:
-    """A thread that runs items one after another; it starts with the first.
+    """A thread that runs items one after another. The first item starts it.
 
-    After each item the context is current that was current before it, whatever the item did.
+    After each item the context that was current before it is current again, whatever it did.
 
     Args:
-        driver: starts the thread.
-        name: of the thread.
-        context: entered for each item; None if the items enter contexts themselves.
-        relaxed: use the relaxed capture mode, so that a call here invalidates no capture of another
-            thread. Needs an initialised driver.
+        driver: Starts the thread.
+        name: The name of the thread.
+        context: Entered for each item. None: the items enter contexts themselves.
+        relaxed: Use the relaxed capture mode, so that no call here invalidates another thread's
+            capture. Needs an initialised driver.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class WorkerThread:
         self._name = name
         self._context = context
         self._lock = threading.Lock()
-        #: Takes items once the thread has started.
+        #: Receives items once the thread has started.
         self.mailbox: Mailbox[Item | _Stop] | None = None
 
     def submit(self, item: Item) -> None:
-        """Run an item after those before it. Never waits. Items catch their own exceptions.
+        """Run an item after earlier ones. Never waits. Items catch their own exceptions.
 
         Raises:
-            RuntimeError: the thread cannot be started.
+            RuntimeError: The thread cannot be started.
         """
         mailbox = self.mailbox
         if mailbox is None:
@@ -61,16 +61,16 @@ class WorkerThread:
         mailbox.put(item)
 
     def submit_if_running(self, item: Item) -> None:
-        """Submit an item if the thread is running; else do nothing."""
+        """Submit an item if the thread is running; otherwise do nothing."""
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.put(item)
 
     def post(self, item: Callable[[Exception | None], object]) -> None:
-        """Submit an item that must run in any case, or its ticket would never be written.
+        """Submit an item that must run in any case, or else its ticket would never be written.
 
-        Its argument is None, or the error for which no thread could be started: then the item runs
-        on the calling thread.
+        Its argument is None, or the error that prevented the start of a thread. With an error it
+        runs on the calling thread.
         """
         try:
             self.submit(partial(item, None))
@@ -78,7 +78,7 @@ class WorkerThread:
             item(error)
 
     def stop(self) -> None:
-        """End the thread after its submitted items, and wait for that. Idempotent."""
+        """End the thread after its submitted items, and wait for its end. Idempotent."""
         mailbox, self.mailbox = self.mailbox, None
         if mailbox is not None:
             ended: Mailbox[None] = self._driver.create_mailbox()
@@ -113,9 +113,9 @@ class WorkerThread:
                     item()
                 else:
                     self._run_in_context(item, self._context)
-            except BaseException:  # the thread goes on: the executor's end waits for it
+            except BaseException:  # the thread continues, as the executor's end waits for it
                 logger.exception("%s: an item raised instead of handling its error", self._name)
-            del item  # or it would live until the next item arrives
+            del item  # otherwise it would live until the next item arrives
 
     def _run_in_context(self, item: Item, context: Context) -> None:
         """Run an item even if the context cannot be entered: a task waits for its result."""
@@ -125,7 +125,7 @@ class WorkerThread:
                     block.enter_context(context.entered())
                 except DeviceFault:
                     raise
-                except CUDAError:  # once more: the item would fail for another cause
+                except CUDAError:  # try again, because the item would fail for another reason
                     block.enter_context(context.entered())
             except CUDAError as error:
                 logger.error("%s: its context cannot be entered: %s", self._name, error)

@@ -1,7 +1,7 @@
-"""The worker of an executor: runs blocking calls one after another, in its green context.
+"""The worker of an executor, which runs blocking calls one after another in its green context.
 
-Each call begins behind what was submitted before it, and its ticket is written once it has returned
-and its work on the call stream is done.
+Each call begins after all work submitted before it. Its ticket is written once it has returned and
+its work on the call stream is done.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class WorkerCalls:
     """The calls of one executor, and the worker thread that runs them.
 
     Args:
-        context: the green context.
-        context_event: captures all its work, beyond what has tickets.
-        launch_stream: calls begin behind its work.
-        call_stream: of the calls.
-        worker: runs the calls.
-        submit_thread: has the submissions that calls must not overtake.
+        context: The green context.
+        context_event: Captures all work of the context, including work without tickets.
+        launch_stream: The stream whose work calls follow.
+        call_stream: The stream of the calls.
+        worker: The thread that runs the calls.
+        submit_thread: The thread with submissions that calls must not overtake.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class WorkerCalls:
         self._call_stream = call_stream
         self._worker = worker
         self._submit_thread = submit_thread
-        #: Libraries have a stream or the context itself: they may capture at any time.
+        #: Whether libraries have a stream or the context itself, so that they may capture any time.
         self.is_exposed = False
-        #: When the last call returned, the context's event captured all work of the context; and
-        #: all of it was done already.
+        #: Whether the context's event captured all work of the context after the last call, and
+        #: whether all of that work was done already.
         self._is_recorded = self._left_nothing = False
-        #: Calls for the worker; one wake-up covers many.
+        #: Calls for the worker. One wake-up covers many calls.
         self._calls: deque[_QueuedCall] = deque()
         self._worker_called = False
         self._run_queued = partial(self._run_calls, None)
-        #: Calls that the submit thread has yet to forward: later calls must not overtake them.
+        #: Calls that the submit thread has yet to forward, which later calls must not overtake.
         self._calls_to_forward: deque[None] = deque()
         self._scope = context.entered(wait=True)
 
@@ -80,17 +80,18 @@ class WorkerCalls:
         poller: CompletionPoller,
         where: CallContext | None = None,
     ) -> None:
-        """Have the worker call a function, with the green context current.
+        """Have the worker call a function with the green context current.
 
-        The call begins behind what was submitted before: on the device by an event, and behind the
-        submit thread where that has yet to submit something.
+        The call follows all work submitted before: on the device by an event, on the host after the
+        submit thread, if that has yet to submit something.
 
         Args:
-            function: called once.
-            job: done when the function has returned and its work on the call stream is done.
-            poller: the lease's.
-            where: what `current_call()` returns in a function of the user's. That sees a copy of
-                the caller's context variables, as by `asyncio.to_thread`. None: the function is
+            function: Called once.
+            job: Done when the function has returned and its work on the call stream is done.
+            poller: The poller of the lease.
+            where: The value of `current_call()` in a user's function, which sees a copy of its
+                caller's context variables, as with `asyncio.to_thread`. None: the function is the
+                library's own.
                 the library's own.
         """
         launches = self._launch_stream
@@ -121,7 +122,7 @@ class WorkerCalls:
                 self._worker.post(self._run_calls)
 
     def submit_behind(self, item: Item) -> None:
-        """Run an item on the submit thread, after all calls and all that was deferred before."""
+        """Run an item on the submit thread, after all calls and everything deferred before."""
 
         def after_deferred(_: Exception | None) -> None:
             self._worker.post(then_after_calls)
@@ -134,10 +135,11 @@ class WorkerCalls:
     def _run_calls(self, refused: Exception | None) -> None:
         """Run all queued calls in one block of the green context.
 
-        Each call finds that context current, whatever the call before it did. The block is left
-        before the last call is reported as done: a green context is current on one thread only.
+        Each call finds the context current, whatever the previous call did. The block is left
+        before the last call is reported as done, because a green context is current on one thread
+        only.
         """
-        self._worker_called = False  # first: a call that is queued from here on wakes the worker
+        self._worker_called = False  # first, so that a call queued from here on wakes the worker
         calls = self._calls
         ended: _QueuedCall | None = None
         try:
@@ -151,12 +153,12 @@ class WorkerCalls:
                             self._finish_call(before)
                             self._scope.renew()
                         self._run_call(ended)
-        except Exception as error:  # the thread cannot be started, the context entered or left
+        except Exception as error:  # the thread cannot start, or enter or leave the context
             ended = ended or calls.popleft()
             ended.job._set_exception(error)
         if ended is not None:
             self._finish_call(ended)
-        if calls:  # behind a call that failed so: each tries again
+        if calls:  # after a call that failed like this, each call tries again
             self._wake_worker()
 
     def _run_call(self, call: _QueuedCall) -> None:
@@ -169,12 +171,12 @@ class WorkerCalls:
             job_failed(call.job, error, self._health)
 
     def _finish_call(self, call: _QueuedCall) -> None:
-        """Write the ticket of a call that returned, behind the work that it left on the stream."""
+        """Write the ticket of a returned call after the work that it left on the stream."""
         stream, ticket = self._call_stream, call.job._ticket
         try:
             self._record_context(call)
-            # Asked of the stream, too: on an H100 the context's event leaves out what a stream with
-            # no work behind it waits for.
+            # The stream is queried, too, because on an H100 the context's event omits what a
+            # stream without later work waits for.
             if self._has_no_work(stream):
                 stream.mark_here(ticket)
             else:
@@ -184,27 +186,27 @@ class WorkerCalls:
         call.poller.thread_work_done_threadsafe()
 
     def _record_context(self, call: _QueuedCall) -> None:
-        """Record what calls have left on any stream, also on one of a library's own.
+        """Record the work that calls have left on any stream, including libraries' own streams.
 
-        As a rule that is nothing: the function has waited for its work.
+        Usually there is none, because the function has waited for its work.
         """
-        self._is_recorded = self._left_nothing = False  # what was so behind an earlier call
+        self._is_recorded = self._left_nothing = False  # forget the state of the earlier call
         green = self._context.green
-        if call.where is None or self.is_exposed or green is None:  # a capture may be open there
+        if call.where is None or self.is_exposed or green is None:  # a capture may be open
             return
-        if self._call_stream.first_uses:  # recording a context would wait for them
+        if self._call_stream.first_uses:  # recording a context would wait for first uses
             return
         try:
             self._driver.record_green(green, self._context_event.handle)
             self._left_nothing = self._driver.query_event(self._context_event.handle)
             self._is_recorded = True
-        except CUDAError as error:  # a library captures: a thread waits for the whole context
+        except CUDAError as error:  # a library captures; a thread waits for the whole context
             logger.debug("the green context's work cannot be recorded: %s", error)
 
     def left_nothing(self) -> bool:
-        """Whether all calls have returned, and all work of the green context was done since."""
+        """Whether all calls have returned, and all work of the green context was then done."""
         stream = self._call_stream
-        # In this order: the worker says what the last call left, and then writes its ticket.
+        # In this order, because the worker sets the result of the last call before its ticket.
         if not (stream.is_idle and self._is_recorded):
             return False
         if stream.kept:
@@ -220,11 +222,11 @@ class WorkerCalls:
                 return driver.query_event(self._context_event.handle)
             finally:
                 driver.exchange_capture_mode(before)
-        except CUDAError:  # what has failed is found where the work is waited for
+        except CUDAError:  # a failure is found later, by the wait for the work
             return False
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
-        """Query a stream; a capture that was left open on it is dropped first."""
+        """Query a stream, after dropping a capture that was left open on it."""
         try:
             return self._driver.query_stream(stream.stream.handle)
         except CUDAError as error:
@@ -235,17 +237,17 @@ class WorkerCalls:
 
 
 def job_failed(job: Job[Any], error: BaseException, health: DeviceHealth) -> None:
-    """Set the failure of a job; a device fault is the loss of the device, too."""
+    """Set a job's failure. A device fault also makes the device lost."""
     job._set_exception(error)
     if isinstance(error, DeviceFault):
         health.fail(error)
 
 
 def drop_capture(driver: Driver, stream: TicketedStream) -> None:
-    """End a capture that was left open on a stream: it would take in the ticket.
+    """End a capture that was left open on a stream, because it would record the ticket.
 
     Raises:
-        CUDAError: the stream cannot be queried.
+        CUDAError: The stream cannot be queried.
     """
     handle = stream.stream.handle
     if not driver.is_capturing(handle):
@@ -259,7 +261,7 @@ def drop_capture(driver: Driver, stream: TicketedStream) -> None:
 
 @dataclass(slots=True, eq=False)
 class _QueuedCall:
-    """A function for the worker, the context variables it sees, and the poller to tell."""
+    """A function for the worker, its context variables, and the poller to notify."""
 
     function: Callable[[], Any]
     job: Job[Any]
@@ -286,12 +288,12 @@ def _call_in(where: CallContext | None, function: Callable[[], T]) -> T:
     return function()
 
 
-#: Where sniffio is installed, anyio trusts this variable and would refuse to run a loop in a call.
+#: If sniffio is installed, anyio trusts this variable and would refuse to run a loop in a call.
 _sniffio_variable: ContextVar[Any] | None = None
 
 
 def _find_sniffio() -> ContextVar[Any] | None:
-    """Find sniffio's variable; None while it is not imported, or only half."""
+    """Return sniffio's variable; None unless sniffio is completely imported."""
     global _sniffio_variable
     _sniffio_variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
     return _sniffio_variable
