@@ -8,7 +8,7 @@ from functools import lru_cache
 from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 
-#: The environment variable that names the driver where the program does not.
+#: The environment variable that names the driver if the program does not.
 VARIABLE = "GREENSCHED_DRIVER"
 
 
@@ -16,12 +16,12 @@ def open(spec: str | Driver | None = None) -> Driver:  # noqa: A001  used as dri
     """Return a driver that is not initialised yet, without loading CUDA.
 
     Args:
-        spec: a driver, `"cuda"`, or `"simulated:h200"` (`simulated.parse` has the grammar). None:
-            the value of the environment variable `GREENSCHED_DRIVER`, else CUDA. A simulation is
+        spec: A driver, `"cuda"`, or `"simulated:h200"` (`simulated.parse` has the grammar). None:
+            the value of the environment variable `GREENSCHED_DRIVER`, or else CUDA. A simulation is
             used only on request.
 
     Raises:
-        InvalidRequest: no such driver; the message names the choices.
+        InvalidRequest: There is no such driver; the message names the choices.
     """
     if isinstance(spec, Driver):
         return spec

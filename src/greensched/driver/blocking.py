@@ -1,4 +1,4 @@
-"""Traits of the driver calls: what each may do to the thread that makes it."""
+"""Traits of the driver calls: what each call may do to the thread that makes it."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class HostServices:
     """Time and threads of the process."""
 
-    #: Makes an asyncio loop on this driver's time, where that is not the process's.
+    #: Makes an asyncio loop on this driver's time, if that is not the process's time.
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 
-    #: Seconds on the clock of deadlines, ageing and timers. Monotonic; read for each lease.
+    #: Seconds on the clock for deadlines, ageing and timers. Monotonic; read for each lease.
     time = staticmethod(time.monotonic)
 
     def create_mailbox(self) -> Mailbox[Any]:
@@ -28,16 +28,16 @@ class HostServices:
         return queue.SimpleQueue()
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Start one of the library's threads: a daemon, so that exit never waits for a kernel."""
+        """Start one of the library's threads, a daemon, so that exit never waits for a kernel."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
-        """Have `look` called on this loop's thread whenever the device progressed.
+        """Call `look` on this loop's thread whenever the device has progressed.
 
         Returns:
-            A function that ends the subscription; None where the driver does not own the loop's
-            time, and the caller must poll.
+            A function that ends the subscription, or None if the driver does not control the loop's
+            time, so that the caller must poll.
         """
         return None

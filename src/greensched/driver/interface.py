@@ -1,16 +1,15 @@
 """The driver interface: the CUDA driver calls in use, and what each may do to its thread.
 
-Two drivers implement it, `driver.cuda` and `driver.simulated`, with the same behaviour. Its rules:
+Two drivers implement it, `driver.cuda` and `driver.simulated`, with the same behaviour. The rules:
 
-1. A call raises our exceptions (`errors`) and never returns a status. A query returns its answer;
-   "not ready" is an answer.
-2. Handles are opaque and each driver's own. The maker of a handle destroys it, in the order events,
-   streams, green context, primary context; or leaves it to `kept`. Only `retain_primary` and
-   `release_primary` count references, and each green context counts as one.
-3. Every call is marked with its `Blocking` and with whether it needs a current context. A `MAY`
-   call is never made on an event loop's thread: the simulated driver raises `LoopWouldBlock` there.
-   Sources of the marks: CUDA driver API reference 13.5, and the measurements in
-   docs/internals/completion.md.
+1. A call raises our exceptions (`errors`) and never returns a status. A query returns its answer,
+   and "not ready" is an answer.
+2. Handles are opaque and specific to each driver. The maker of a handle destroys it, in the order
+   events, streams, green context, primary context, or leaves it to `kept`. Only `retain_primary`
+   and `release_primary` count references; each green context counts as one.
+3. Every call declares its `Blocking` and whether it needs a current context. No event loop's thread
+   makes a `MAY` call: the simulated driver raises `LoopWouldBlock` there. Sources of these traits:
+   CUDA driver API reference 13.5, and the measurements in docs/internals/completion.md.
 4. No call runs Python on a driver thread.
 
 Times are seconds unless a name says `_ns`; sizes are bytes; devices are ordinals.
@@ -57,19 +56,20 @@ from greensched.typing import (
 
 
 class Driver(HostServices, abc.ABC):
-    """CUDA, as the rest of greensched sees it."""
+    """CUDA, as the rest of greensched uses it."""
 
-    #: `"cuda"` or `"simulated"`: for messages, never for decisions.
+    #: `"cuda"` or `"simulated"`, for messages but never for decisions.
     name: ClassVar[str]
-    #: Whether a kernel must be compiled before `load_code` (a simulation runs its reference).
+    #: Whether a kernel must be compiled before `load_code`; a simulation runs its reference
+    #: instead.
     needs_binary: ClassVar[bool]
-    #: Seconds that a loop's idle turns poll a ticket before a thread waits for it. 50 us: a wake-up
-    #: across threads costs 25-60 us (docs/internals/completion.md). 0 where no time passes
-    #: while polling.
+    #: Seconds of idle turns for which a loop polls a ticket before a thread waits for it. 50 us: a
+    #: wake-up across threads costs 25-60 us (docs/internals/completion.md). 0 if no time passes
+    #: during polling.
     spin_budget: float = 50e-6
 
     def __init__(self) -> None:
-        #: What outlives the pools.
+        #: Handles that outlive the pools.
         self.kept = KeptHandles()
 
     # -- process and devices ------------------------------------------------------------------
@@ -80,22 +80,23 @@ class Driver(HostServices, abc.ABC):
         """Make the driver usable, once; later calls do nothing.
 
         Raises:
-            DriverUnavailable: no driver, a stub of it, no device, or a driver below CUDA 13.0.
+            DriverUnavailable: There is no driver, only a stub, no device, or a driver below CUDA
+                13.0.
         """
 
     @property
     @abc.abstractmethod
     def version(self) -> tuple[int, int]:
-        """The newest CUDA the driver supports, such as (13, 1)."""
+        """The newest CUDA version that the driver supports, such as (13, 1)."""
 
     @abc.abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Return whether the driver has a feature, by its symbols rather than its version."""
+        """Say whether the driver has a feature, by its symbols rather than its version."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def device_count(self) -> int:
-        """Return how many devices there are."""
+        """Return the number of devices."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -107,12 +108,12 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(MAY)
     def retain_primary(self, device: int) -> ContextHandle:
-        """Make the device's primary context, or count one more user of it."""
+        """Make the device's primary context, or add a user to it."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def release_primary(self, device: int) -> None:
-        """Count one user less; the last one ends the context and all that belongs to it."""
+        """Remove a user; the last one ends the context and everything in it."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -122,26 +123,26 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(MAY)
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
-        """Set how the primary context is made; an active one has the flags from here on."""
+        """Set the flags of the primary context, which apply at once if it is active."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
-        """Make a context beside the primary one. It does not become current.
+        """Make a context beside the primary one, without making it current.
 
         Raises:
-            NotSupported: the driver no longer has one of the flags.
+            NotSupported: The driver no longer has one of the flags.
         """
 
     @abc.abstractmethod
     @driver_call(MAY)
     def destroy_context(self, context: ContextHandle) -> None:
-        """End a context that `create_context` made, whose children are gone."""
+        """End a context of `create_context`. Its streams and events must be destroyed."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def context_device(self, context: ContextHandle) -> int:
-        """Return the device of any context, also of another library's."""
+        """Return the device of any context, including another library's."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -156,7 +157,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def push_current(self, context: ContextHandle) -> None:
-        """Push a context on the calling thread's stack: it is current until it is popped."""
+        """Push a context on the calling thread's stack. It is current until it is popped."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -164,7 +165,7 @@ class Driver(HostServices, abc.ABC):
         """Pop the top of the calling thread's stack, and return it.
 
         Raises:
-            CUDAError: INVALID_CONTEXT: nothing is current.
+            CUDAError: INVALID_CONTEXT if no context is current.
         """
 
     @abc.abstractmethod
@@ -178,16 +179,16 @@ class Driver(HostServices, abc.ABC):
         """Return a limit of the current context, in bytes.
 
         Raises:
-            NotSupported: the device has nothing that this limits.
+            NotSupported: The device lacks the resource of this limit.
         """
 
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def set_limit(self, limit: Limit, nbytes: int) -> None:
-        """Request a limit of the current context; the driver may round and clamp it.
+        """Request a limit of the current context, which the driver may round and clamp.
 
         Raises:
-            NotSupported: the device has nothing that this limits.
+            NotSupported: The device lacks the resource of this limit.
         """
 
     @abc.abstractmethod
@@ -202,7 +203,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(MAY)
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Wait for all work of a context; for a primary, of its green contexts too."""
+        """Wait for all work of a context; a primary's includes its green contexts'."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
@@ -236,17 +237,17 @@ class Driver(HostServices, abc.ABC):
         *,
         ignore_coscheduling: bool = False,
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cut a resource into equal groups of at least `minimum` SMs (rounded up).
+        """Split a resource into equal groups of at least `minimum` SMs (rounded up).
 
         Args:
-            groups: the number wanted; fewer may come. None: as many as possible.
+            groups: The requested number; there may be fewer. None: as many as possible.
 
         Returns:
-            The groups, disjoint, and the remainder (None: nothing left). Two calls on the same
-            resource start from the same SMs: their outputs overlap.
+            The groups, which are disjoint, and the remainder or None. Outputs of two calls on the
+            same resource overlap, because both start from the same SMs.
 
         Raises:
-            CUDAError: INVALID_RESOURCE_CONFIGURATION: no such group can be cut.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION if no such group is possible.
         """
 
     @abc.abstractmethod
@@ -254,15 +255,15 @@ class Driver(HostServices, abc.ABC):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Cut a resource into the requested groups, from left to right; nothing is rounded.
+        """Split a resource into the requested groups, from left to right, without rounding.
 
         Needs `Feature.STRUCTURED_SPLIT`. A split reserves nothing.
 
         Returns:
-            The groups, disjoint, as many as requested, and the remainder (None: nothing left).
+            The groups, disjoint and as many as requested, and the remainder or None.
 
         Raises:
-            CUDAError: INVALID_RESOURCE_CONFIGURATION: the resource cannot be cut so.
+            CUDAError: INVALID_RESOURCE_CONFIGURATION if the split is not possible.
         """
 
     @abc.abstractmethod
@@ -290,21 +291,21 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """Make one descriptor of several outputs of the same split. It is never freed.
+        """Make a descriptor of several outputs of the same split. It is never freed.
 
-        At most one work-queue configuration (`Feature.WORKQUEUES`) may be among them; alone it
+        It may contain at most one work-queue configuration (`Feature.WORKQUEUES`); alone this
         stands for every SM.
         """
 
     @abc.abstractmethod
     @driver_call(MAY)
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """Make a green context: it retains the primary, and does not become current."""
+        """Make a green context. It retains the primary, and does not become current."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def destroy_green(self, green: GreenHandle) -> None:
-        """End a green context whose streams are gone and whose work is done."""
+        """End a green context. Its streams must be destroyed and its work done."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -316,8 +317,8 @@ class Driver(HostServices, abc.ABC):
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """Record all work of the green context so far in the event.
 
-        A stream's wait for an event is left out where nothing is behind it. While a stream of the
-        context is capturing, this invalidates that capture.
+        A stream's wait for an event is omitted if no work follows it. If a stream of the context is
+        capturing, this invalidates the capture.
         """
 
     # -- streams --------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
-        """Make a non-blocking stream of a green context, or (None) of the current context."""
+        """Make a non-blocking stream of a green context, or of the current context (None)."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -339,16 +340,16 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def foreign_stream(self, address: int) -> StreamHandle:
-        """Return a handle of another library's raw `CUstream`, to order work before or behind it.
+        """Return a handle of another library's raw `CUstream`, for ordering work around its work.
 
         1 and 2 are the legacy default stream and the thread's own (CU_STREAM_LEGACY,
-        CU_STREAM_PER_THREAD): those of the context that is current at each use.
+        CU_STREAM_PER_THREAD), each of the context that is current at each use.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def query_stream(self, stream: StreamHandle) -> bool:
-        """Return whether all work of the stream is done. Raises a fault of its context."""
+        """Say whether all work of the stream is done. Raises its context's fault."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -358,31 +359,31 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Make later work of the stream wait for an event; the host does not wait."""
+        """Order later work of the stream after an event; the host does not wait."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
-        """Return a function that writes a 32-bit number to a device address behind the work.
+        """Return a function that has the stream write a 32-bit number to a device address.
 
-        Needs `Feature.WRITE_VALUE`. The function never blocks while fewer jobs are in flight than
-        the executor allows.
+        It is written after the stream's work. Needs `Feature.WRITE_VALUE`. The function never
+        blocks while fewer jobs are in flight than the executor allows.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
-        """Make later work of the stream wait until the 32-bit word at `address` is >= `value`.
+        """Have later work of the stream wait until the 32-bit word at `address` is >= `value`.
 
-        The comparison is of the signed difference, so a counter may wrap.
+        The comparison uses the signed difference, so that a counter may wrap.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Have the native function at address `function` called with `data`, on a driver thread.
+        """Have a driver thread call the native function at address `function` with `data`.
 
-        Never a Python function (promise 6). After a device fault it is not called.
+        It must not be a Python function (rule 4). After a device fault it is not called.
         """
 
     # -- events ---------------------------------------------------------------------------------
@@ -393,8 +394,8 @@ class Driver(HostServices, abc.ABC):
         """Make an event of the current context.
 
         Args:
-            timing: it can be given to `elapsed`.
-            blocking: a thread that synchronises with it sleeps instead of spinning.
+            timing: Whether `elapsed` accepts it.
+            blocking: Whether a thread that waits for it sleeps instead of spinning.
         """
 
     @abc.abstractmethod
@@ -404,12 +405,12 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Record the stream's work so far."""
+        """Record the stream's work submitted so far."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def query_event(self, event: EventHandle) -> bool:
-        """Return whether the recorded work is done (true before the first record)."""
+        """Say whether the recorded work is done (true before the first record)."""
 
     @abc.abstractmethod
     @driver_call(MAY)
@@ -423,8 +424,9 @@ class Driver(HostServices, abc.ABC):
 
     # -- captures and graphs ----------------------------------------------------------------------
     #
-    # Captured work keeps the context of the stream on which it was captured: it runs on those SMs,
-    # wherever the graph is launched (measured on an H200; cuGraphLaunch, programming guide 4.6.5).
+    # Captured work stays in the context of the stream that captured it: it runs on that context's
+    # SMs, wherever the graph is launched (measured on an H200; cuGraphLaunch, programming guide
+    # 4.6.5).
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -433,7 +435,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """End a capture. It is over also where this raises because it was invalidated."""
+        """End a capture. It has ended even if this raises because it was invalidated."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -447,28 +449,28 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def node_count(self, graph: GraphHandle) -> int:
-        """Return how many pieces of work were recorded."""
+        """Return the number of recorded nodes."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
-        """Make a graph executable; the graph itself may be destroyed afterwards.
+        """Make a graph executable. The graph itself may then be destroyed.
 
-        It is uploaded behind the stream's work, so that no launch behind that waits for the upload.
+        It is uploaded after the stream's work, so that later launches there need not wait for it.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
-        """Launch behind the stream's work, and behind the executable's own previous launch.
+        """Launch after the stream's work and the executable's previous launch.
 
-        The stream gives the order, and not the SMs.
+        The stream determines the order, but not the SMs.
         """
 
     @abc.abstractmethod
     @driver_call(MAY)
     def destroy_executable(self, executable: ExecutableHandle) -> None:
-        """End an executable graph whose launches are done."""
+        """End an executable graph. Its launches must be done."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -489,38 +491,38 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Return whether a device can read and write the memory of another one directly."""
+        """Say whether a device can access another device's memory directly."""
 
     @abc.abstractmethod
     @driver_call(MAY)
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        """Let another device read and write the pool's present and future memory.
+        """Let another device access the pool's present and future memory.
 
-        This alone gives access to a pool; cuCtxEnablePeerAccess does not (programming guide,
+        Only this call gives access to a pool; cuCtxEnablePeerAccess does not (programming guide,
         stream-ordered allocation, device accessibility).
 
         Raises:
-            CUDAError: INVALID_DEVICE: `can_access_peer` is false.
+            CUDAError: INVALID_DEVICE if `can_access_peer` is false.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER)
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
-        """Return the bytes of the device that the pool holds, in use or not."""
+        """Return how many bytes of the device the pool holds, in use or not."""
 
     @abc.abstractmethod
     @driver_call(FIRST_USE, needs_context=True)
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
-        """Return a device address usable behind the stream's work; blocks if the pool grows.
+        """Return a device address, valid after the stream's work. Blocks if the pool grows.
 
         Raises:
-            OutOfMemory: ordinary; nothing was allocated.
+            OutOfMemory: No error of the device; nothing was allocated.
         """
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def free(self, address: int, stream: StreamHandle) -> None:
-        """Return memory to its pool behind the stream's work so far."""
+        """Return memory to its pool after the stream's work so far."""
 
     @abc.abstractmethod
     @driver_call(MAY, needs_context=True)
@@ -528,7 +530,7 @@ class Driver(HostServices, abc.ABC):
         """Allocate pinned, portable, zeroed memory that the device can address.
 
         Raises:
-            OutOfMemory: ordinary; nothing was allocated.
+            OutOfMemory: No error of the device; nothing was allocated.
         """
 
     @abc.abstractmethod
@@ -543,12 +545,12 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def memory_device(self, address: int) -> int | None:
-        """Return the device of the memory at an address, of any library; None: no device's."""
+        """Return the device of any library's memory at an address, or None."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
-        """Copy from pinned host memory; from pageable memory a real driver blocks."""
+        """Copy from pinned host memory. From pageable memory a real driver blocks."""
 
     @abc.abstractmethod
     @driver_call(NEVER, needs_context=True)
@@ -569,9 +571,9 @@ class Driver(HostServices, abc.ABC):
         nbytes: int,
         stream: StreamHandle,
     ) -> None:
-        """Copy between devices, on a stream of either; it needs access to both pools.
+        """Copy between devices, on a stream of either. Needs access to both pools.
 
-        Without the access a real driver copies through host memory, and may block for that.
+        Without access a real driver copies through host memory, and may block meanwhile.
         """
 
     @abc.abstractmethod
@@ -602,7 +604,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(FIRST_USE)
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """Return the code's (offset, size) of each parameter; None where it cannot be queried."""
+        """Return the code's (offset, size) of each parameter; None if the driver cannot tell."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -611,7 +613,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
-        """Opt a kernel in to more dynamic shared memory than `DEFAULT_MAX_SHARED_BYTES`."""
+        """Allow a kernel more dynamic shared memory than `DEFAULT_MAX_SHARED_BYTES`."""
 
     @abc.abstractmethod
     @driver_call(NEVER)
@@ -624,22 +626,22 @@ class Driver(HostServices, abc.ABC):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        """Return a function that launches the kernel on the stream, in any current context.
+        """Return a function that launches the kernel on the stream, whatever context is current.
 
         Args:
-            parameters: host address of an array of pointers to the values (`void **`); each call
-                reads the values, so they may be patched in between, and must stay alive.
+            parameters: The host address of an array of pointers to the values (`void **`). Each
+                call reads the values, which may be changed between calls, and must stay alive.
         """
 
     def report_reference_errors(
         self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
-        """Have `ReferenceFailed` of kernels on a stream reported; a GPU runs no references.
+        """Report `ReferenceFailed` of kernels on a stream. A GPU runs no references.
 
         Args:
-            report: called before work behind the kernel begins, on any thread; must not block.
-                None: the stream's next wait raises it.
+            report: Called on any thread before work after the kernel begins; must not block. None:
+                the stream's next wait raises the error.
         """
 
     def close(self) -> None:
-        """Stop the threads that the driver itself started; only the simulated driver has some."""
+        """Stop the threads that the driver itself started, as only the simulated driver does."""

@@ -1,13 +1,13 @@
-"""Handles that outlive the pools of a process: green contexts, their streams, and the splits.
+"""Handles that outlive the pools of a process: green contexts, their streams, and splits.
 
-A library keeps the address of a stream for as long as it keeps memory that was used there. torch
-records an event on that stream when it frees such memory, CuPy frees memory in its order: after
-the pool has closed, or at the end of the interpreter, and the process aborts where the stream is
-gone. So an executor destroys neither its streams nor its green context. They are kept here, and the
-next executor over the same SMs has them, also of a later pool.
+A library keeps a stream's address as long as it keeps memory that was used there. When it frees
+such memory, torch records an event on that stream and CuPy frees in the stream's order. This may be
+after the pool has closed, or at the interpreter's exit, and the process aborts if the stream is
+gone. So an executor destroys neither its streams nor its green context. They are kept here for the
+next executor over the same SMs, even in a later pool.
 
-That costs no device memory, either: driver 580 takes 4 of a green context's 5 MiB back only with
-the primary context (docs/measurements/h200-580/stuck-and-lost.json).
+This costs no device memory: driver 580 frees 4 of a green context's 5 MiB only with the primary
+context (docs/measurements/h200-580/stuck-and-lost.json).
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from greensched.driver.types import ContextHandle, GreenHandle, ResourceHandle, 
 
 T = TypeVar("T")
 
-#: A green context of a device: whether its split is fine, its cells, and whether its work queues
-#: are balanced. Cells of one number are the same SMs in each pool, because the split is kept.
+#: Identifies a green context of a device: whether its split is fine, its cells, and whether its
+#: work queues are balanced. Equal cells are the same SMs in each pool, because the split is kept,
+#: too.
 ContextKey = tuple[bool, int, bool]
-#: The result of a split: the groups, and the remainder (None: no SM is left over).
+#: The result of a split: the groups, and the remainder or None.
 Cut = tuple[list[ResourceHandle], ResourceHandle | None]
 
 
 class KeptContext:
-    """A green context that is never destroyed, and its streams.
+    """A green context that is never destroyed, with its streams.
 
     Args:
-        green: the driver's green context. It retains the primary context.
-        handle: the same, as a context that can be current.
+        green: The driver's green context. It retains the primary context.
+        handle: The same as a context that can be current.
     """
 
     __slots__ = ("green", "handle", "streams")
@@ -41,16 +42,16 @@ class KeptContext:
     def __init__(self, green: GreenHandle, handle: ContextHandle) -> None:
         self.green = green
         self.handle = handle
-        #: With their priorities, the oldest first.
+        #: Streams with their priorities, oldest first.
         self.streams: dict[StreamHandle, int] = {}
 
 
 class KeptHandles:
-    """The kept handles of one driver, of which a process has one.
+    """The kept handles of a driver, of which each process has one.
 
-    What an executor uses is not in here. From any thread: each method is one operation of a
-    dictionary. The process is a part of each key, because CUDA does not survive a fork: a forked
-    child finds nothing of its parent's.
+    Handles that an executor uses are not in here. From any thread: each method is one operation of
+    a dictionary. Each key contains the process, because CUDA does not survive a fork: a forked
+    child finds no handle of its parent.
     """
 
     def __init__(self) -> None:
@@ -58,17 +59,17 @@ class KeptHandles:
         self._cuts: dict[tuple[int, int, int, bool], Cut] = {}
 
     def take(self, device: int, key: ContextKey) -> KeptContext | None:
-        """Return a context that nothing uses, for one user; None: there is none."""
+        """Return an unused context for one user, or None."""
         return self._contexts.pop((os.getpid(), device, key), None)
 
     def put(self, device: int, key: ContextKey, context: KeptContext) -> None:
-        """Keep a context, all of whose work is done, for the next user."""
+        """Keep a context for the next user. All its work must be done."""
         self._contexts[os.getpid(), device, key] = context
 
     def cut(self, device: int, minimum: int, fine: bool, split: Callable[[], Cut]) -> Cut:
-        """Return the outputs of the one split of a device by these numbers; the first time, split.
+        """Return the outputs of a device's split by these numbers; split only the first time.
 
-        A second split has the same sizes; that it has the same SMs is not documented.
+        A second split has the same sizes, but whether it has the same SMs is not documented.
         """
         key = os.getpid(), device, minimum, fine
         if key not in self._cuts:
@@ -76,13 +77,13 @@ class KeptHandles:
         return self._cuts[key]
 
     def forget(self, device: int) -> None:
-        """Have no executor use a context of a lost device again; the contexts stay as they are."""
+        """Keep executors from using contexts of a lost device. The contexts stay as they are."""
         for key in tuple(self._contexts):
             if key[1] == device:
                 self._contexts.pop(key, None)
 
     def count(self, device: int) -> Counter[str]:
-        """Return how many contexts and streams of a device are kept, by the names of `live`."""
+        """Return how many contexts and streams of a device are kept, named as in `live`."""
         contexts = [kept for key, kept in tuple(self._contexts.items()) if key[1] == device]
         streams = sum(len(context.streams) for context in contexts)
         return Counter({"green context": len(contexts), "stream": streams})

@@ -1,4 +1,4 @@
-"""Whether CUDA's Multi-Process Service runs: then processes on one GPU share its SMs by design."""
+"""Whether CUDA's Multi-Process Service runs, which lets processes share a GPU's SMs by design."""
 
 from __future__ import annotations
 

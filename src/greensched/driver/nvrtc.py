@@ -1,18 +1,18 @@
 """Compile CUDA source to machine code, through NVRTC. Needs no GPU and no driver.
 
-NVRTC comes with `greensched[nvrtc]`; nothing else in greensched needs it. The first call finds and
-loads it.
+NVRTC comes with `greensched[nvrtc]`, and nothing else in greensched needs it. The first call finds
+and loads it.
 
 Headers: a source may `#include <cuda_fp16.h>` and other headers of the CUDA runtime.
-cuda-pathfinder (`find_nvidia_header_directory("cudart")`) finds them: in the nvidia-cuda-runtime
-wheel, which is part of `greensched[nvrtc]`, else in a conda environment, `CUDA_PATH`, `CUDA_HOME`,
-or a toolkit of the system. CCCL's headers (`<cuda/std/...>`, and the `<nv/target>` that
-cooperative_groups.h includes) are used where they are in the same place: pip install
+cuda-pathfinder (`find_nvidia_header_directory("cudart")`) finds them in the nvidia-cuda-runtime
+wheel, which is part of `greensched[nvrtc]`, or else in a conda environment, `CUDA_PATH`,
+`CUDA_HOME`, or a toolkit of the system. CCCL's headers (`<cuda/std/...>`, and the `<nv/target>`
+that cooperative_groups.h includes) are used if they are in the same place: pip install
 'cuda-toolkit[cccl]'. A folder given in `options` is searched first.
 
-What a source reads is asked of the compiler: its preprocessor writes the text that it would
-compile, and the files that it opened (`preprocess`). NVRTC has no documented option for this;
-`-Xcudafe` passes one to its front end (measured: 13.0, 13.2, 13.4).
+The compiler itself reports what a source includes: its preprocessor writes the text to compile,
+and the files that it opened (`preprocess`). NVRTC has no documented option for this;
+`-Xcudafe` passes an option to its front end (measured: 13.0, 13.2, 13.4).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 #: "Supported Compile Options".
 _HEADER_OPTIONS = "--pre-include", "-include"
 _FOLDER_OPTIONS = "--include-path", "-I", "--use-bundled-headers"
-#: How the names of headers begin that NVRTC has in memory.
+#: Prefix of the names of headers that NVRTC has in memory.
 _IN_MEMORY = "__nv_"
 
 _nvrtc: Final[Any] = nvrtc
 
 
 class _Refused(Exception):
-    """NVRTC returned a status; the text is its log where it has one, else the status."""
+    """NVRTC returned a status. The text is its log, or otherwise the status."""
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Call NVRTC; return its results without the status, a tuple where there are several."""
+    """Call NVRTC; return its results without the status, as a tuple if there are several."""
     try:
         status, *answer = function(*arguments)
     except (KeyError, ValueError) as error:
@@ -65,10 +65,10 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def header_folders() -> tuple[str, ...]:
-    """Return the folders of the installed headers, looked for once per process.
+    """Return the folders of the installed headers; searched for once per process.
 
-    CCCL is taken only from beside the runtime's headers: another toolkit on the machine may have
-    another version.
+    CCCL is taken only from the runtime headers' location, because another toolkit on the machine
+    may have another version.
     """
     find = getattr(pathfinder, "find_nvidia_header_directory", None)  # cuda-pathfinder 1.3
     found = find("cudart") if find else None
@@ -93,18 +93,18 @@ def version() -> tuple[int, int]:
 
 
 def preprocess(source: str, *, name: str, arch: str, options: Sequence[str] = ()) -> bytes | None:
-    """Return the text that `compile` would compile: headers included, macros expanded.
+    """Return the text that `compile` would compile, with headers included and macros expanded.
 
-    It differs wherever the machine code could differ by a file, a macro such as `__TIME__` or the
-    answer of `__has_include`. Blocks for 4 to 8 ms (measured), without the GIL.
+    It differs whenever a file, a macro such as `__TIME__` or a result of `__has_include` could
+    change the machine code. Blocks for 4 to 8 ms (measured), without the GIL.
 
     Returns:
-        The text, up to the first error; None if this NVRTC does not tell it, or refuses the
+        The text, up to the first error. None if this NVRTC does not write it or refuses the
         options.
 
     Raises:
-        CompileFailed: the source includes a file that is in no folder of headers: neither of the
-            options, nor the folder in `name`, nor the CUDA runtime's. The compiler's messages would
+        CompileFailed: The source includes a file that is in no folder of headers: neither the
+            options', the folder in `name`, nor the CUDA runtime's. Compiler messages would
             quote such a file.
         DriverUnavailable: NVRTC is not installed.
     """
@@ -116,7 +116,7 @@ def preprocess(source: str, *, name: str, arch: str, options: Sequence[str] = ()
             *("-Xcudafe=--trace_includes", f"-Xcudafe=--error_output={_path(files)}"),
         ]
         with suppress(_Refused), _program(source, name) as program:
-            _build(program, arguments)  # refused after success, too: there is no machine code
+            _build(program, arguments)  # refused even after success: there is no machine code
         read = [line.lstrip(" ") for line in os.fsdecode(_content(files)).split("\n") if line]
         _check_files(read, name, arch, options)
         return _content(text) if read else None
@@ -131,7 +131,7 @@ def _check_files(files: Iterable[str], name: str, arch: str, options: Sequence[s
     allowed = {form for path in given for form in (path.absolute(), path.resolve())}
     for file in files:
         path = Path(file)
-        # Only `..` needs the real path: links in a folder of headers are the folder's own.
+        # Only `..` needs the real path, because links in a folder of headers belong to it.
         path = path.resolve() if ".." in path.parts else path.absolute()
         if not file.startswith(_IN_MEMORY) and allowed.isdisjoint((path, *path.parents)):
             raise CompileFailed(
@@ -165,7 +165,7 @@ def _path(file: int) -> str:
 
 
 def _content(file: int) -> bytes:
-    """Read what NVRTC wrote; empty where it could not open the path: without a mounted /proc."""
+    """Read what NVRTC wrote; empty if it could not open the path, as without /proc."""
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
@@ -186,7 +186,7 @@ def compile(  # noqa: A001 - used as nvrtc.compile(...)
         A cubin: machine code for exactly this architecture (and later minor revisions of it).
 
     Raises:
-        CompileFailed: with the compiler's log.
+        CompileFailed: Carries the compiler's log.
         DriverUnavailable: NVRTC is not installed.
     """
     try:
@@ -231,7 +231,7 @@ def _read(size: Any, content: Any, program: Any) -> bytes:
 
 
 def _log(program: Any) -> str:
-    """Return the compiler's log, empty where it cannot be read."""
+    """Return the compiler's log, or an empty one if it cannot be read."""
     try:
         raw = _read(_nvrtc.nvrtcGetProgramLogSize, _nvrtc.nvrtcGetProgramLog, program)
     except _Refused:

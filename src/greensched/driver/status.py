@@ -1,4 +1,4 @@
-"""Driver statuses: their names and classes, which decide what happens, and their exceptions."""
+"""Driver statuses: their names, their classes, which decide what follows, and exceptions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ErrorClass(enum.Enum):
     PENDING = "no error: not done yet"
 
 
-#: Every `CUresult` but success, by class. Source: cuda.h, enum cudaError_enum (13.5). LOST: the
-#: process "must be terminated and relaunched"; of 214, 220, 710 and 999 the header says less, and
-#: nothing is trusted after them. 911 (EXTERNAL_DEVICE) is a request's: the header says the same of
-#: it, but it may also be the call's own failure.
+#: Every `CUresult` except success, by class. Source: cuda.h, enum cudaError_enum (13.5). LOST: the
+#: process "must be terminated and relaunched". For 214, 220, 710 and 999 the header says less, but
+#: nothing can be trusted after them. 911 (EXTERNAL_DEVICE) counts as REQUEST: the header says the
+#: same about it, but it may also be a failure of the call alone.
 CLASSES: dict[ErrorClass, dict[int, str]] = {
     ErrorClass.REQUEST: {
         1: "INVALID_VALUE",
@@ -144,14 +144,14 @@ CLASSES: dict[ErrorClass, dict[int, str]] = {
 STATUS_NAMES: dict[int, str] = {n: name for names in CLASSES.values() for n, name in names.items()}
 _CLASS_OF = {status: kind for kind, names in CLASSES.items() for status in names}
 
-#: After these the process must be replaced. With 4, DEINITIALIZED: once the driver shuts down,
-#: every call returns it.
+#: Statuses after which the process must be replaced. They include 4, DEINITIALIZED, which every
+#: call returns once the driver shuts down.
 STICKY: frozenset[int] = frozenset({4, *CLASSES[ErrorClass.LOST]})
 
-#: What was asked may be tried again, or done without.
+#: Statuses after which the request may be tried again, or done without.
 CAPACITY: frozenset[int] = frozenset(CLASSES[ErrorClass.CAPACITY])
 
-#: The problem and its remedy, by the status of a call at `open`. Sources: the
+#: The problem and its remedy for each status of a call at `open`. Sources: the
 #: descriptions in cuda.h (13.5), and for 999 and 304 the usual cause.
 _REMEDIES: dict[int, str] = {
     34: (
@@ -201,18 +201,18 @@ _REMEDIES: dict[int, str] = {
 
 
 def error_class(status: int) -> ErrorClass:
-    """Return the class of a status; that of one newer than the table is REQUEST."""
+    """Return the class of a status; an unknown, newer status is REQUEST."""
     return _CLASS_OF.get(status, ErrorClass.REQUEST)
 
 
 def unavailable(error: CUDAError) -> DriverUnavailable:
-    """Make the error of a machine that is not set up, of what a call at `open` raised."""
+    """Return the error for a machine that is not set up, from an error of a call at `open`."""
     remedy = _REMEDIES.get(error.status, "see nvidia-smi and the kernel's log")
     return DriverUnavailable(f"{remedy} ({error})", error.name)
 
 
 def from_status(status: int, call: str, name: str | None = None, detail: str = "") -> CUDAError:
-    """Make the exception of a status. `name` is the wheel's name for it, where there is one."""
+    """Return the exception for a status. `name` is the wheel's name for it, if known."""
     if status == 2:
         return OutOfMemory(call)
     known = name or STATUS_NAMES.get(status, f"UNKNOWN_STATUS_{status}")

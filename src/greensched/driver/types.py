@@ -11,10 +11,10 @@ from greensched.typing import CostModel, Parameter, Reference, SharingScope
 T = TypeVar("T")
 
 #: Shared memory of a block, static and dynamic, beyond which a kernel must opt in. Source: cuda.h,
-#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this less the static part.
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this minus the static part.
 DEFAULT_MAX_SHARED_BYTES: Final = 48 * 1024
 
-# Handles are opaque: each driver has its own.
+# Handles are opaque. Each driver has its own kinds.
 ContextHandle = NewType("ContextHandle", object)
 GreenHandle = NewType("GreenHandle", object)
 ResourceHandle = NewType("ResourceHandle", object)
@@ -30,11 +30,11 @@ ExecutableHandle = NewType("ExecutableHandle", object)
 
 @dataclass(frozen=True, slots=True)
 class ResourceFacts:
-    """An SM resource: how many SMs, the smallest group, and the step between sizes.
+    """The size of an SM resource, its smallest group, and the step between group sizes.
 
-    `min_partition_size` and `coscheduled_alignment` are 0 where the driver does not say, as driver
-    580 does not for the outputs of a split. `flags` are the group's (CUdevSmResourceGroup_flags);
-    0 below 13.1.
+    `min_partition_size` and `coscheduled_alignment` are 0 if the driver does not report them;
+    driver 580 does not for outputs of a split. `flags` are the group's flags
+    (CUdevSmResourceGroup_flags), 0 below 13.1.
     """
 
     sm_count: int
@@ -45,13 +45,13 @@ class ResourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class SMGroup:
-    """One group of a structured split, as it is requested.
+    """One requested group of a structured split.
 
     Attributes:
-        sm_count: how many SMs; 0: the largest group possible.
-        coscheduled_sm_count: least number of co-scheduled SMs; 0: the device's own number.
-        preferred_coscheduled_sm_count: preferred number of them; 0: no more than the least.
-        backfill: co-scheduling becomes a preference, so that any even `sm_count` is possible.
+        sm_count: The number of SMs. 0: the largest possible group.
+        coscheduled_sm_count: The least number of co-scheduled SMs. 0: the device's own number.
+        preferred_coscheduled_sm_count: The preferred number of them. 0: the least number.
+        backfill: Whether co-scheduling is only a preference, which allows any even `sm_count`.
     """
 
     sm_count: int = 0
@@ -62,7 +62,7 @@ class SMGroup:
 
 @dataclass(frozen=True, slots=True)
 class WorkqueueFacts:
-    """A work-queue configuration: its sharing scope, and the concurrency it expects."""
+    """A work-queue configuration: its sharing scope and its expected concurrency."""
 
     sharing_scope: SharingScope
     concurrency_limit: int
@@ -70,7 +70,7 @@ class WorkqueueFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Pinned host memory: its address for the host, for the device, and a view of its bytes."""
+    """Pinned host memory: its addresses for host and device, and a view of its bytes."""
 
     address: int
     device_address: int
@@ -80,7 +80,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class KernelLimits:
-    """What one kernel needs of a device; `local_bytes` is device memory for each thread."""
+    """What a kernel needs from a device. `local_bytes` is device memory per thread."""
 
     max_threads_per_block: int
     static_shared_bytes: int
@@ -90,7 +90,7 @@ class KernelLimits:
 
 @dataclass(slots=True)
 class KernelSpec:
-    """What is known of a kernel without running it. Reference and cost may be added later."""
+    """What is known about a kernel without running it. Reference and cost may be added later."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -102,7 +102,7 @@ class KernelSpec:
 class CodeImage:
     """The argument of `Driver.load_code`: machine code for a GPU, and specs for a simulation.
 
-    A real driver reads only `binary`; the simulated one reads only `kernels`, so simulating
+    A real driver reads only `binary`, and the simulated one only `kernels`, so that simulating
     needs no compiler.
     """
 
@@ -112,7 +112,7 @@ class CodeImage:
 
 
 class Mailbox(Protocol[T]):
-    """A queue to one of the library's threads: `put` never waits, `get` waits for an item."""
+    """A queue to one of the library's threads. `put` never waits, `get` waits for an item."""
 
     def put(self, item: T, /) -> None: ...
 

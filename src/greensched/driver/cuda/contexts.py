@@ -1,4 +1,4 @@
-"""Driver calls for contexts: which is current, and how they are made and set up."""
+"""Driver calls for contexts: the current context, and creating and configuring contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from greensched.typing import CacheConfig, ContextFlags, Limit
 _get_current = cuda.cuCtxGetCurrent
 _set_current = cuda.cuCtxSetCurrent
 
-#: The answer of `cuCtxGetCurrent` where nothing is current. A wrapper is always true, and comparing
+#: The result of `cuCtxGetCurrent` if no context is current. A wrapper is always true, and comparing
 #: two is cheaper than `int(context)`: 96 against 134 ns with the call (wheel 13.5,
 #: stand-in).
 _NO_CONTEXT: Final = cuda.CUcontext(0)
@@ -50,7 +50,7 @@ class Contexts(Driver):
         return int(flags), bool(active)
 
     def current(self) -> ContextHandle | None:
-        """Call `cuCtxGetCurrent`, which answers NULL, not an error, where there is none."""
+        """Call `cuCtxGetCurrent`, which returns NULL, and no error, if no context is current."""
         try:
             status, context = _get_current()
         except UNKNOWN_STATUS as error:
@@ -61,7 +61,7 @@ class Contexts(Driver):
         return found
 
     def set_current(self, context: ContextHandle | None) -> None:
-        """Call `cuCtxSetCurrent`; NULL pops, and does nothing to an empty stack."""
+        """Call `cuCtxSetCurrent`. NULL pops a context, and does nothing to an empty stack."""
         try:
             (status,) = _set_current(_NO_CONTEXT if context is None else context)
         except UNKNOWN_STATUS as error:
@@ -73,15 +73,15 @@ class Contexts(Driver):
         call(cuda.cuCtxPushCurrent, context)
 
     def pop_current(self) -> ContextHandle:
-        """Call `cuCtxPopCurrent`; INVALID_CONTEXT on an empty stack."""
+        """Call `cuCtxPopCurrent`, which returns INVALID_CONTEXT for an empty stack."""
         return ContextHandle(call(cuda.cuCtxPopCurrent))
 
     def set_primary_flags(self, device: int, flags: ContextFlags) -> None:
-        """Call `cuDevicePrimaryCtxSetFlags`, which overwrites what was set before."""
+        """Call `cuDevicePrimaryCtxSetFlags`, which overwrites earlier flags."""
         call(cuda.cuDevicePrimaryCtxSetFlags, device_handle(device), _known(flags))
 
     def create_context(self, device: int, flags: ContextFlags) -> ContextHandle:
-        """Call `cuCtxCreate` (13.x: three arguments), which pushes it; then it is popped."""
+        """Call `cuCtxCreate` (13.x: three arguments), which pushes the context, and pop it."""
         made = ContextHandle(call(cuda.cuCtxCreate, None, _known(flags), device_handle(device)))
         try:
             call(cuda.cuCtxPopCurrent)
@@ -91,15 +91,15 @@ class Contexts(Driver):
         return made
 
     def destroy_context(self, context: ContextHandle) -> None:
-        """Call `cuCtxDestroy`, never for a primary or the view of a green one."""
+        """Call `cuCtxDestroy`, never for a primary or the view of a green context."""
         call(cuda.cuCtxDestroy, context)
 
     def context_device(self, context: ContextHandle) -> int:
-        """Call `cuCtxGetDevice_v2` (13.0), which needs nothing current."""
+        """Call `cuCtxGetDevice_v2` (13.0), which needs no current context."""
         return int(call(cuda.cuCtxGetDevice_v2, context))
 
     def context_flags(self) -> ContextFlags:
-        """Call `cuCtxGetFlags`; core-dump flags, unknown to the interface, are left out."""
+        """Call `cuCtxGetFlags`, without core-dump flags, which the interface lacks."""
         return ContextFlags(int(call(cuda.cuCtxGetFlags)) & int(~ContextFlags(0)))
 
     def limit(self, limit: Limit) -> int:
@@ -109,7 +109,7 @@ class Contexts(Driver):
             raise _unsupported(error, limit) from None
 
     def set_limit(self, limit: Limit, nbytes: int) -> None:
-        """Call `cuCtxSetLimit`; one of the stack may wait until the device is idle."""
+        """Call `cuCtxSetLimit`. Setting the stack may wait until the device is idle."""
         try:
             call(cuda.cuCtxSetLimit, _LIMITS[limit], nbytes, detail=f"{limit.name}, {nbytes} bytes")
         except CUDAError as error:
@@ -122,11 +122,11 @@ class Contexts(Driver):
         call(cuda.cuCtxSetCacheConfig, _CACHES[config])
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Call `cuCtxSynchronize_v2` (13.0), which needs nothing current."""
+        """Call `cuCtxSynchronize_v2` (13.0), which needs no current context."""
         call(cuda.cuCtxSynchronize_v2, context)
 
     def priority_range(self) -> tuple[int, int]:
-        """Call `cuCtxGetStreamPriorityRange`; (0, 0) where priorities are not supported."""
+        """Call `cuCtxGetStreamPriorityRange`; (0, 0) if priorities are not supported."""
         least, greatest = call(cuda.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
@@ -140,7 +140,7 @@ def _known(flags: ContextFlags) -> int:
 
 
 def _unsupported(error: CUDAError, limit: Limit) -> Exception:
-    """Make the exception where the device has nothing that a limit limits."""
+    """Return the exception for a device that lacks the resource of a limit."""
     if error.status != _UNSUPPORTED_LIMIT:
         return error
     return NotSupported(f"the limit {limit.name}", "a device that has it", "one without it")

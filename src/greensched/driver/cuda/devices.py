@@ -13,7 +13,7 @@ from greensched.typing import DeviceFacts
 if TYPE_CHECKING:
     from greensched.typing import Dim3
 
-#: Long enough for any name: the driver cuts at the length it is given (NUL included).
+#: Long enough for any name. The driver truncates at the given length (NUL included).
 _NAME_BYTES: Final = 256
 
 _LIMIT: Final[Any] = cuda.CUdevice_attribute
@@ -28,8 +28,8 @@ def device_handle(device: int) -> Any:
 def _uuid(raw: bytes) -> str:
     """Format a device's UUID as nvidia-smi and CUDA_VISIBLE_DEVICES write it.
 
-    A MIG instance has its own, which nvidia-smi writes with `MIG-`: the driver API does not
-    tell the two apart.
+    A MIG instance has its own UUID, which nvidia-smi writes with `MIG-`, but the driver API does
+    not show which kind a UUID is.
     """
     digits = raw.hex()
     parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
@@ -37,14 +37,14 @@ def _uuid(raw: bytes) -> str:
 
 
 class Devices(Driver):
-    """The devices, and their constant facts."""
+    """Driver calls for devices and their constant properties."""
 
     def device_count(self) -> int:
-        """Call `cuDeviceGetCount`; without a visible device `initialise` has refused already."""
+        """Call `cuDeviceGetCount`. `initialise` has already refused if no device is visible."""
         return int(call(cuda.cuDeviceGetCount))
 
     def device_facts(self, device: int) -> DeviceFacts:
-        """Read attributes, and `cuDeviceTotalMem`: no context is needed or made."""
+        """Read attributes and `cuDeviceTotalMem`, without needing or making a context."""
         handle = device_handle(device)
 
         def limit(name: str) -> int:

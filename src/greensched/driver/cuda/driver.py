@@ -1,4 +1,4 @@
-"""The CUDA driver, of all its parts."""
+"""The CUDA driver, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from greensched.typing import Feature
 
 
 class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Modules):
-    """CUDA through `cuda.bindings`. All objects are the same driver: CUDA belongs to the process.
+    """CUDA through `cuda.bindings`. All objects are equal, because CUDA belongs to the process.
 
     Nothing here handles fork: in a forked child every driver call fails with NOT_INITIALIZED at
-    best, and the packages above refuse first.
+    best, and the packages above refuse earlier.
     """
 
     name: ClassVar[str] = "cuda"
@@ -31,21 +31,21 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Modules):
         self._initialised = False
 
     def initialise(self) -> None:
-        """Call `cuDriverGetVersion`, then `cuInit`. A failed call can be repeated later."""
+        """Call `cuDriverGetVersion`, then `cuInit`. After a failure it can be called again."""
         if not self._initialised:
             init.initialise()
             self._initialised = True
 
     @property
     def version(self) -> tuple[int, int]:
-        """The newest CUDA the driver supports; needs no `initialise`."""
+        """The newest CUDA version that the driver supports. Needs no `initialise`."""
         if self._version is None:
             number = init.driver_version()
             self._version = (number // 1000, number % 1000 // 10)
         return self._version
 
     def supports(self, feature: Feature) -> bool:
-        """Return whether driver and wheel both have a feature; needs no `initialise`."""
+        """Say whether driver and wheel both have a feature. Needs no `initialise`."""
         known = self._features.get(feature)
         if known is None:
             known = self._features[feature] = init.has(feature)

@@ -1,15 +1,15 @@
 """Turn the statuses of the CUDA wheel into exceptions.
 
-The wheel returns a tuple from every call; its first item is a `CUresult`, true for a failure.
-Instead of returning, it may raise for:
+Every call of the wheel returns a tuple. Its first item is a `CUresult`, which is true for a
+failure. Instead of returning, a call may raise for:
 
 * a status newer than the wheel: `KeyError(917)` up to 13.1, `ValueError("917 is not a valid
-  CUresult")` from 13.2 on (and, from functions that fill lists, already before);
-* no libcuda: `DynamicLibNotFoundError` from 13.4 on, a plain RuntimeError before;
+  CUresult")` from 13.2 on (and before that from functions that fill lists);
+* a missing libcuda: `DynamicLibNotFoundError` from 13.4 on, a plain RuntimeError before;
 * a symbol that the driver lacks: a RuntimeError.
 
-So hot driver calls wrap the wheel's in `try ... except UNKNOWN_STATUS`, which costs nothing while
-nothing is raised (CPython 3.11+), and the others use `call`.
+So hot driver calls wrap the wheel's in `try ... except UNKNOWN_STATUS`, which costs nothing unless
+it raises (CPython 3.11+); other calls use `call`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from greensched.driver.status import from_status
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: The exceptions of a wheel for a status that it has no name for.
+#: The wheel's exceptions for a status without a name in it.
 UNKNOWN_STATUS: Final = (KeyError, ValueError)
 
-#: The status by which queries answer "not yet". One object, so it is compared by `is`.
+#: The status "not yet" of queries. There is only one such object, so it is compared by `is`.
 NOT_READY: Final[Any] = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 NO_LIBRARY: Final = (
@@ -50,13 +50,13 @@ _NAMES: dict[int, str] = {int(member): member.name for member in cuda.CUresult}
 def error_for_status(
     status: Any, call: str, detail: str = "", asked: int | None = None
 ) -> errors.CUDAError:
-    """Make the exception of a status that the wheel has a name for.
+    """Return the exception for a status that the wheel has a name for.
 
     Args:
-        status: a `CUresult` that is not success.
-        call: the driver function.
-        detail: the arguments that matter, in words.
-        asked: the requested bytes, where the call allocates memory.
+        status: A `CUresult` that is not success.
+        call: The name of the driver function.
+        detail: The arguments that matter, in words.
+        asked: The requested bytes, if the call allocates memory.
     """
     number = int(status)
     if number == 2 and asked is not None:
@@ -65,18 +65,18 @@ def error_for_status(
 
 
 def error_for_number(number: int, call: str) -> errors.CUDAError:
-    """Make the exception of a status number, from a call that bypassed the wheel."""
+    """Return the exception for a status number, from a call that bypassed the wheel."""
     return from_status(number, call, _NAMES.get(number))
 
 
 def error_for_unknown_status(error: Exception, call: str, detail: str = "") -> Exception:
-    """Make the exception of a status that the wheel has no name for.
+    """Return the exception for a status that the wheel has no name for.
 
     Args:
-        error: the wheel's; returned unchanged where it is not about a status (a KeyError or
-            ValueError of an argument, which is a bug of greensched).
-        call: the driver function.
-        detail: the arguments that matter, in words.
+        error: The wheel's exception. Returned unchanged if it is not about a status (a KeyError or
+            ValueError about an argument, which is a bug of greensched).
+        call: The name of the driver function.
+        detail: The arguments that matter, in words.
     """
     number: object = error.args[0] if error.args else None
     if isinstance(error, ValueError):
@@ -88,7 +88,7 @@ def error_for_unknown_status(error: Exception, call: str, detail: str = "") -> E
 
 
 def error_for_missing_library(error: RuntimeError, call: str) -> Exception:
-    """Make the exception of a missing library or symbol; return `error` where it is neither."""
+    """Return the exception for a missing library or symbol; return `error` if it is neither."""
     text = str(error)
     if isinstance(error, DynamicLibNotFoundError) or "dlopen" in text:
         return errors.DriverUnavailable(NO_LIBRARY)
@@ -100,7 +100,7 @@ def error_for_missing_library(error: RuntimeError, call: str) -> Exception:
 
 
 def error_for_missing_function(call: str) -> errors.NotSupported:
-    """Make the exception of a function that this driver, or this wheel, lacks."""
+    """Return the exception for a function that this driver or wheel lacks."""
     return errors.NotSupported(
         call, "a newer driver or cuda-bindings", f"one without it (cuda-bindings {WHEEL_VERSION})"
     )
@@ -112,18 +112,18 @@ def call(
     """Call the driver, where a tenth of a microsecond does not matter.
 
     Args:
-        function: of the wheel.
-        arguments: its.
-        detail: the arguments that matter, in words.
-        asked: the requested bytes, where the call allocates memory.
+        function: A function of the wheel.
+        arguments: The arguments for the function.
+        detail: The arguments that matter, in words.
+        asked: The requested bytes, if the call allocates memory.
 
     Returns:
-        The call's results without its status: None, the one value, or a tuple of them.
+        The call's results without its status: None, a single value, or a tuple of values.
 
     Raises:
-        CUDAError: any status but success.
-        NotSupported: the driver has no such function.
-        DriverUnavailable: there is no driver.
+        CUDAError: Any status except success.
+        NotSupported: The driver has no such function.
+        DriverUnavailable: There is no driver.
     """
     name = function.__name__
     try:

@@ -1,7 +1,7 @@
-"""Find the driver, its version and its features. Every refusal is one sentence with a remedy.
+"""Find the driver, its version and its features. Each refusal is a sentence with a remedy.
 
-Only `cuDriverGetVersion` and `cuInit` are called for that: both are safe without a device, and
-before them no other call is (CUDA driver API, "Initialization"). Features are found by their
+Only `cuDriverGetVersion` and `cuInit` are called for this. Both are safe without a device, and no
+other call may precede them (CUDA driver API, "Initialization"). Features are found by their
 symbols, through `cuGetProcAddress`, which needs no `cuInit` either.
 """
 
@@ -18,9 +18,9 @@ from greensched.typing import Feature
 #: The oldest supported driver, as `cuDriverGetVersion` reports it: CUDA 13.0, R580.
 OLDEST: Final = 13000
 
-#: How a feature is recognised: a symbol of the driver, the CUDA version of its signature, and the
-#: attribute that the wheel needs for it. A resource *type* has no symbol: work queues came with
-#: 13.1, so a function of that release stands for them.
+#: How to recognise a feature: a symbol of the driver, the CUDA version of its signature, and the
+#: attribute that the wheel needs for it. A resource *type* has no symbol. Work queues came with
+#: 13.1, so a function of that release represents them.
 _SIGNS: Final[dict[Feature, tuple[str, int, str]]] = {
     Feature.STRUCTURED_SPLIT: ("cuDevSmResourceSplit", 13010, "cuDevSmResourceSplit"),
     Feature.WORKQUEUES: ("cuStreamGetDevResource", 13010, "CUdevWorkqueueConfigResource"),
@@ -29,7 +29,7 @@ _SIGNS: Final[dict[Feature, tuple[str, int, str]]] = {
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Call the driver, where a failure means that there is no usable driver."""
+    """Call the driver, where any failure means that there is no usable driver."""
     try:
         return cuda_errors.call(function, *arguments)
     except errors.NotSupported as error:
@@ -39,19 +39,19 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def driver_version() -> int:
-    """Return the newest CUDA that the driver supports: 1000 * major + 10 * minor.
+    """Return the newest CUDA version that the driver supports: 1000 * major + 10 * minor.
 
     Raises:
-        DriverUnavailable: there is no driver.
+        DriverUnavailable: There is no driver.
     """
     return int(_call(cuda.cuDriverGetVersion))
 
 
 def initialise() -> None:
-    """Make CUDA usable in this process. Calling it again is harmless: so is `cuInit`.
+    """Make CUDA usable in this process. Calling it again is harmless, as it is for `cuInit`.
 
     Raises:
-        DriverUnavailable: no usable driver, or one below CUDA 13.0; the message has the remedy.
+        DriverUnavailable: No usable driver, or one below CUDA 13.0; the message has the remedy.
     """
     version = driver_version()
     if version < OLDEST:
@@ -63,11 +63,11 @@ def initialise() -> None:
 
 
 def symbol_address(symbol: str, version: int) -> int:
-    """Return the address of a driver function, 0 where the driver lacks it.
+    """Return the address of a driver function, or 0 if the driver lacks it.
 
     Args:
-        symbol: its name in cuda.h, without a version suffix.
-        version: the CUDA version of the wanted signature. For one newer than the driver,
+        symbol: The function's name in cuda.h, without a version suffix.
+        version: The CUDA version of the wanted signature. If it is newer than the driver,
             `cuGetProcAddress` returns a status or address 0; both mean that it is missing.
     """
     try:
@@ -80,6 +80,6 @@ def symbol_address(symbol: str, version: int) -> int:
 
 
 def has(feature: Feature) -> bool:
-    """Return whether both the driver and the wheel have a feature."""
+    """Say whether both the driver and the wheel have a feature."""
     symbol, version, attribute = _SIGNS[feature]
     return hasattr(cuda, attribute) and symbol_address(symbol, version) != 0

@@ -1,4 +1,4 @@
-"""Device memory by stream order, pinned memory, copies."""
+"""Stream-ordered device memory, pinned memory, and copies."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from greensched.driver.types import HostMemory, MemoryPoolHandle
 if TYPE_CHECKING:
     from greensched.driver.types import ContextHandle, StreamHandle
 
-#: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: for every context, and addressable
-#: by the device, as `cuStreamWriteValue32` asks.
+#: CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: valid in every context, and
+#: addressable by the device, as `cuStreamWriteValue32` requires.
 _PORTABLE_DEVICEMAP: Final = 1 | 2
-#: A pool returns memory beyond this at the next synchronisation; the default is 0.
+#: A pool returns unused memory beyond this at the next synchronisation. The default is 0.
 _KEEP_EVERYTHING: Final = 2**64 - 1
 
 _POOL_ATTRIBUTE: Final[Any] = cuda.CUmemPool_attribute
 _ATTRIBUTE_KIND: Final = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _ATTRIBUTE_ORDINAL: Final = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-#: CU_MEMORYTYPE_DEVICE; managed memory is this, too.
+#: CU_MEMORYTYPE_DEVICE, which also applies to managed memory.
 _DEVICE_MEMORY: Final = 2
 _INVALID_VALUE: Final = 1
 
-#: Every registered mapping, by its address. A mapping whose owner is collected (a pool abandoned at
-#: work) must not be unmapped under the device, nor its address given to another mapping.
+#: Every registered mapping, by its address. If a mapping's owner is collected (a pool abandoned at
+#: work), the mapping must stay while the device uses it, and its address must not be reused.
 _registered: Final[dict[int, mmap.mmap]] = {}
 
 _allocate = cuda.cuMemAllocFromPoolAsync
@@ -44,7 +44,7 @@ _free = cuda.cuMemFreeAsync
 
 
 def _pool_properties(device: int) -> Any:
-    """Describe plain device memory, not shared with other processes (the zeroed rest)."""
+    """Describe plain device memory, not shared with other processes (the fields that are 0)."""
     properties = cuda.CUmemPoolProps()
     properties.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = _location(device)
@@ -62,7 +62,7 @@ class Memory(Driver):
     """Memory and copies. Addresses are plain ints, as kernel arguments are."""
 
     def create_memory_pool(self, device: int) -> MemoryPoolHandle:
-        """Call `cuMemPoolCreate`: the device's default pool belongs to the whole process."""
+        """Call `cuMemPoolCreate`, as the device's default pool belongs to the whole process."""
         pool = call(cuda.cuMemPoolCreate, _pool_properties(device), detail=f"device {device}")
         try:
             call(
@@ -78,7 +78,7 @@ class Memory(Driver):
         return MemoryPoolHandle(pool)
 
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
-        """Call `cuMemPoolDestroy`; what is still allocated keeps the memory until it is freed."""
+        """Call `cuMemPoolDestroy`. Allocated memory stays until it is freed."""
         call(cuda.cuMemPoolDestroy, pool)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
@@ -86,7 +86,7 @@ class Memory(Driver):
         return bool(call(cuda.cuDeviceCanAccessPeer, *handles, detail=f"{device} of {peer}"))
 
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        """Call `cuMemPoolSetAccess`; it maps the pool's present memory too, which may take long."""
+        """Call `cuMemPoolSetAccess`. Mapping the pool's present memory may take long."""
         access = cuda.CUmemAccessDesc()
         access.location = _location(device)
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -97,7 +97,7 @@ class Memory(Driver):
         return int(call(cuda.cuMemPoolGetAttribute, pool, attribute))
 
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
-        """Call `cuMemAllocFromPoolAsync`; of 0 bytes it is INVALID_VALUE."""
+        """Call `cuMemAllocFromPoolAsync`, which returns INVALID_VALUE for 0 bytes."""
         try:
             status, address = _allocate(nbytes, pool, stream)
         except UNKNOWN_STATUS as error:
@@ -117,10 +117,10 @@ class Memory(Driver):
             raise error_for_status(status, "cuMemFreeAsync")
 
     def allocate_host(self, nbytes: int) -> HostMemory:
-        """Register a mapping by `cuMemHostRegister`: portable, and zero at first.
+        """Register a mapping by `cuMemHostRegister`: portable, and initially zero.
 
-        Not `cuMemHostAlloc`: a view that is still used after `free_host` (by a job that is asked
-        whether it is done, or by a caller's array) then reads valid memory.
+        Unlike with `cuMemHostAlloc`, a view that is still used after `free_host` (by a job whose
+        completion is queried, or by a caller's array) then reads valid memory.
         """
         try:
             mapping = mmap.mmap(-1, nbytes)
@@ -139,17 +139,17 @@ class Memory(Driver):
         return HostMemory(address, device_address, nbytes, memoryview(mapping))
 
     def free_host(self, memory: HostMemory) -> None:
-        """Call `cuMemHostUnregister`; the bytes live as long as a view of them."""
+        """Call `cuMemHostUnregister`. The bytes live as long as a view of them."""
         call(cuda.cuMemHostUnregister, memory.address)
         _registered.pop(memory.address, None)
 
     def memory_info(self) -> tuple[int, int]:
-        """Call `cuMemGetInfo`: for the whole device and all its processes, not for a partition."""
+        """Call `cuMemGetInfo`, which covers the whole device and all processes, not a partition."""
         free, total = call(cuda.cuMemGetInfo)
         return int(free), int(total)
 
     def memory_device(self, address: int) -> int | None:
-        """Call `cuPointerGetAttribute`: INVALID_VALUE for memory that CUDA did not allocate."""
+        """Call `cuPointerGetAttribute`, which returns INVALID_VALUE for memory not from CUDA."""
         try:
             kind = call(cuda.cuPointerGetAttribute, _ATTRIBUTE_KIND, address)
             if int(kind) != _DEVICE_MEMORY:
@@ -161,11 +161,11 @@ class Memory(Driver):
             raise
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: StreamHandle) -> None:
-        """Call `cuMemcpyHtoDAsync`; the host memory must live until the copy is done."""
+        """Call `cuMemcpyHtoDAsync`. The host memory must live until the copy is done."""
         call(cuda.cuMemcpyHtoDAsync, address, host, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy_to_host(self, host: int, address: int, nbytes: int, stream: StreamHandle) -> None:
-        """Call `cuMemcpyDtoHAsync`; the host memory must live until the copy is done."""
+        """Call `cuMemcpyDtoHAsync`. The host memory must live until the copy is done."""
         call(cuda.cuMemcpyDtoHAsync, host, address, nbytes, stream, detail=f"{nbytes} bytes")
 
     def copy(self, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
@@ -180,10 +180,10 @@ class Memory(Driver):
         nbytes: int,
         stream: StreamHandle,
     ) -> None:
-        """Call `cuMemcpyPeerAsync`, which uses the contexts given to it, and not the current one.
+        """Call `cuMemcpyPeerAsync`, which uses the given contexts, not the current one.
 
-        Source: programming guide, stream-ordered allocation: other copies of a pool's memory need
-        the context of their stream current.
+        Source: programming guide, stream-ordered allocation: for other copies of a pool's memory
+        the context of their stream must be current.
         """
         call(
             cuda.cuMemcpyPeerAsync,

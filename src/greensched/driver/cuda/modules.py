@@ -1,4 +1,4 @@
-"""Libraries, kernels, launches.
+"""Libraries, kernels and launches.
 
 Kernels are `CUkernel`s of a library: a launch takes its context from the stream, not from the
 thread (CUDA driver API, cuLaunchKernel).
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from greensched.driver.types import CodeImage, StreamHandle
     from greensched.typing import Dim3
 
-#: The status of `cuKernelGetParamInfo` behind the last parameter.
+#: The status of `cuKernelGetParamInfo` for an index after the last parameter.
 _INVALID_VALUE: Final = 1
 _INVALID_IMAGE: Final = 200
 
@@ -40,7 +40,7 @@ class Modules(Driver):
     """Libraries, kernels and launches."""
 
     def load_code(self, image: CodeImage) -> LibraryHandle:
-        """Call `cuLibraryLoadData`; the driver keeps its own copy, and loads lazily."""
+        """Call `cuLibraryLoadData`. The driver keeps its own copy, and loads lazily."""
         if not image.binary:
             # The driver would read past the end of empty bytes.
             raise from_status(
@@ -52,22 +52,22 @@ class Modules(Driver):
         return LibraryHandle(library)
 
     def unload_code(self, library: LibraryHandle) -> None:
-        """Call `cuLibraryUnload`; the work of its kernels must be done."""
+        """Call `cuLibraryUnload`. The work of its kernels must be done."""
         call(cuda.cuLibraryUnload, library)
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
-        """Call `cuLibraryGetKernel`; NOT_FOUND for a C++ name: the source says `extern "C"`."""
+        """Call `cuLibraryGetKernel`; NOT_FOUND for a mangled C++ name (use `extern "C"`)."""
         return KernelHandle(call(cuda.cuLibraryGetKernel, library, name.encode(), detail=name))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
-        """Call `cuKernelGetFunction` for the current context, and `cuFuncLoad` of that.
+        """Call `cuKernelGetFunction` for the current context, and `cuFuncLoad` for the result.
 
-        Without it the first launch loads, and may synchronise the context to do so.
+        Otherwise the first launch loads, and may synchronise the context to do so.
         """
         call(cuda.cuFuncLoad, call(cuda.cuKernelGetFunction, kernel))
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """Call `cuKernelGetParamInfo` up to its INVALID_VALUE: 13.2 added a call for the count."""
+        """Call `cuKernelGetParamInfo` until it returns INVALID_VALUE; only 13.2 can count."""
         layout = []
         for index in itertools.count():
             try:
@@ -82,7 +82,7 @@ class Modules(Driver):
         return tuple(layout)
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
-        """Call `cuKernelGetAttribute`, by device: no context is needed."""
+        """Call `cuKernelGetAttribute`, which needs a device but no context."""
         handle = device_handle(device)
 
         def limit(name: str) -> int:
@@ -97,7 +97,7 @@ class Modules(Driver):
         )
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
-        """Call `cuKernelSetAttribute`; at most the device's opt-in limit less the static part."""
+        """Call `cuKernelSetAttribute`: at most the device's opt-in limit minus static memory."""
         call(
             cuda.cuKernelSetAttribute,
             _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -116,11 +116,11 @@ class Modules(Driver):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        """Call `cuLaunchKernel`, with every argument bound.
+        """Bind `cuLaunchKernel` with all its arguments.
 
-        Two things make it as cheap as the raw call (measured on the stand-in): the kernel is
-        wrapped once as the `CUfunction` that the driver accepts in its place, which a wheel would
-        do at each call, and a `partial` passes the eleven arguments in C.
+        Two things make it as cheap as the raw call (measured on the stand-in). The kernel is
+        wrapped once as a `CUfunction`, which the driver accepts in its place and a wheel would make
+        at each call. And a `partial` passes the eleven arguments in C.
         """
         launch = functools.partial(
             cuda.cuLaunchKernel,

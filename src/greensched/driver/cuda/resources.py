@@ -34,41 +34,41 @@ if TYPE_CHECKING:
 
 _SM: Final[Any] = cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
 
-#: CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING. A number, because the enum that has the name
-#: was renamed in wheel 13.1, and the call takes a plain unsigned int.
+#: CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING. A number, because wheel 13.1 renamed the enum
+#: that contains the name, and the call takes a plain unsigned int.
 _IGNORE_SM_COSCHEDULING: Final = 1
 
-#: CU_GREEN_CTX_DEFAULT_STREAM: compulsory up to CUDA 13.2, allowed after.
+#: CU_GREEN_CTX_DEFAULT_STREAM: required up to CUDA 13.2, allowed after that.
 _DEFAULT_STREAM: Final = 1
 
 #: CU_DEV_SM_RESOURCE_GROUP_BACKFILL.
 _BACKFILL: Final = 1
 
 #: 32-bit words of a CU_DEV_SM_RESOURCE_GROUP_PARAMS: the count, the co-scheduled and the preferred
-#: number, the flags, and what must be 0. Source: cuda.h, 13.1 to 13.5.
+#: number, the flags, and words that must be 0. Source: cuda.h, 13.1 to 13.5.
 _GROUP_WORDS: Final = 16
 
-#: Whether the wheel takes a list of group parameters: from 13.3 on, which also has this name. Older
-#: ones take one object, and read as many groups behind its address.
+#: Whether the wheel takes a list of group parameters. Wheels from 13.3 on do, and also have this
+#: name. Older ones take one object, and read as many groups from its address on.
 _TAKES_LISTS: Final = hasattr(cuda.CUgreenCtxCreate_flags, "CU_GREEN_CTX_NONE")
 
 #: Bytes of a CUdevResource. Source: cuda.h, 13.0 to 13.5.
 _RESOURCE_BYTES: Final = 144
 
-#: The driver's status where a resource cannot be cut as asked.
+#: The driver's status if a resource cannot be split as requested.
 _INVALID_RESOURCE_CONFIGURATION: Final = 915
 
-#: Missing in wheel 13.0; `Feature.STRUCTURED_SPLIT` says whether the driver has it too.
+#: Missing in wheel 13.0; `Feature.STRUCTURED_SPLIT` says whether the driver has it, too.
 _split: Any = getattr(cuda, "cuDevSmResourceSplit", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resource:
-    """A `CUdevResource` and its facts, read while it was certainly alive.
+    """A `CUdevResource` and its properties, which were read while it was certainly alive.
 
-    Up to wheel 13.4, `raw.sm` is a view that does not keep its resource alive, and reads freed
-    memory after it. So only `_resource` takes that view. The opaque bytes of `raw` also say which
-    split it came from, so a copy of the numbers cannot replace it.
+    Up to wheel 13.4, `raw.sm` is a view that does not keep its resource alive, so it may read freed
+    memory. So only `_resource` takes that view. The opaque bytes of `raw` also identify the split
+    that it came from, so a copy of the numbers cannot replace it.
     """
 
     raw: Any
@@ -77,7 +77,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workqueue:
-    """A `CUdevResource` of a work-queue configuration, and its facts."""
+    """A `CUdevResource` of a work-queue configuration, and its properties."""
 
     raw: Any
     facts: WorkqueueFacts
@@ -89,13 +89,13 @@ def _resource(raw: Any) -> ResourceHandle:
         int(view.smCount),
         int(view.minSmPartitionSize),
         int(view.smCoscheduledAlignment),
-        int(getattr(view, "flags", 0)),  # wheel 13.0 has none
+        int(getattr(view, "flags", 0)),  # wheel 13.0 has no flags
     )
     return ResourceHandle(Resource(raw, facts))
 
 
 def _left(raw: Any) -> ResourceHandle | None:
-    """Return the remainder of a split; None where it is of type INVALID, or has no SM."""
+    """Return the remainder of a split; None if it is of type INVALID or has no SM."""
     left = _resource(raw) if raw is not None and raw.type == _SM else None
     return left if left is not None and _own(left).facts.sm_count else None
 
@@ -107,7 +107,7 @@ def _workqueue(raw: Any) -> ResourceHandle:
 
 
 def _workqueue_config() -> Any:
-    """Return the type of a work-queue configuration, where wheel and driver have it."""
+    """Return the type of a work-queue configuration, if wheel and driver have it."""
     if not has(Feature.WORKQUEUES):
         version = driver_version()
         here = f"CUDA {version // 1000}.{version % 1000 // 10} with cuda-bindings {WHEEL_VERSION}"
@@ -124,7 +124,7 @@ def _own_workqueue(workqueue: ResourceHandle) -> Workqueue:
 
 
 def _group_params(words: Any, groups: Sequence[SMGroup]) -> Any:
-    """Return the groups in the form that the wheel takes; `words` is their memory."""
+    """Return the groups in the form that the wheel takes. `words` is their memory."""
     for i, group in enumerate(groups):
         start = i * _GROUP_WORDS
         words[start : start + 4] = (
@@ -144,15 +144,15 @@ class Resources(Driver):
     """SM and work-queue resources, splits and green contexts."""
 
     def device_resource(self, device: int) -> ResourceHandle:
-        """Call `cuDeviceGetDevResource`; an MPS thread percentage reduces it."""
+        """Call `cuDeviceGetDevResource`. An MPS thread percentage reduces the result."""
         return _resource(call(cuda.cuDeviceGetDevResource, device_handle(device), _SM))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """Call `cuCtxGetDevResource`, of a primary context or of the view of a green one."""
+        """Call `cuCtxGetDevResource` for a primary context or a green context's view."""
         return _resource(call(cuda.cuCtxGetDevResource, context, _SM))
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
-        """Return the facts that were read when it was made: a resource never changes."""
+        """Return the properties read when it was made; a resource never changes."""
         return _own(resource).facts
 
     def split_by_count(
@@ -165,8 +165,8 @@ class Resources(Driver):
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
         """Call `cuDevSmResourceSplitByCount`; with 0 groups it returns how many are possible.
 
-        Arguments are positional: wheel 13.0 names the flags differently. The returned list is as
-        long as requested; entries beyond the returned count are of type INVALID.
+        Arguments are positional, because wheel 13.0 names the flags differently. The returned list
+        is as long as requested; entries beyond the returned count are of type INVALID.
         """
         flags = _IGNORE_SM_COSCHEDULING if ignore_coscheduling else 0
         detail = f"groups of at least {minimum} SMs"
@@ -189,9 +189,9 @@ class Resources(Driver):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Call `cuDevSmResourceSplit` (13.1), and read discovered sizes from the results.
+        """Call `cuDevSmResourceSplit` (13.1), and read the sizes it chose from the results.
 
-        Some wheels also write them back into the parameters.
+        Some wheels also write them into the parameters.
         """
         if _split is None:
             raise error_for_missing_function("cuDevSmResourceSplit")
@@ -210,13 +210,13 @@ class Resources(Driver):
         return _workqueue(call(cuda.cuCtxGetDevResource, context, _workqueue_config()))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
-        """Return the facts that were read when it was made or configured."""
+        """Return the properties that were read when it was made or configured."""
         return _own_workqueue(workqueue).facts
 
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        """Copy byte by byte: a wheel's resource can be copied in no other way."""
+        """Copy it byte by byte, because a wheel's resource can be copied in no other way."""
         raw = cuda.CUdevResource()
         ctypes.memmove(raw.getPtr(), _own_workqueue(workqueue).raw.getPtr(), _RESOURCE_BYTES)
         scopes = cuda.CUdevWorkqueueConfigScope
@@ -230,7 +230,7 @@ class Resources(Driver):
         return _workqueue(raw)
 
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
-        """Call `cuDevResourceGenerateDesc`; no call frees a descriptor, so make each once."""
+        """Call `cuDevResourceGenerateDesc`. No call frees a descriptor, so make each only once."""
         raws = [cast("Resource | Workqueue", resource).raw for resource in resources]
         return DescriptorHandle(call(cuda.cuDevResourceGenerateDesc, raws, len(raws)))
 
@@ -240,13 +240,13 @@ class Resources(Driver):
         )
 
     def destroy_green(self, green: GreenHandle) -> None:
-        """Call `cuGreenCtxDestroy`; on CUDA 13.0 a stream that outlives it cannot be destroyed."""
+        """Call `cuGreenCtxDestroy`. On CUDA 13.0 a stream that outlives it cannot be destroyed."""
         call(cuda.cuGreenCtxDestroy, green)
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
-        """Call `cuCtxFromGreenCtx`; destroying that view is undefined behaviour."""
+        """Call `cuCtxFromGreenCtx`. Destroying this view is undefined behaviour."""
         return ContextHandle(call(cuda.cuCtxFromGreenCtx, green))
 
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
-        """Call `cuGreenCtxRecordEvent`; the event may be of any context of the same primary."""
+        """Call `cuGreenCtxRecordEvent`. The event may be of any context of the same primary."""
         call(cuda.cuGreenCtxRecordEvent, green, event)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from greensched.driver.types import GreenHandle
 
-#: CU_STREAM_NON_BLOCKING: compulsory for streams of a green context, and always wanted.
+#: CU_STREAM_NON_BLOCKING: required for streams of a green context, and always wanted.
 _NON_BLOCKING: Final = 1
 #: CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING.
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
-#: CU_STREAM_WAIT_VALUE_GEQ: of the signed difference.
+#: CU_STREAM_WAIT_VALUE_GEQ, which compares by the signed difference.
 _GEQ: Final = 0
 #: CU_STREAM_WRITE_VALUE_DEFAULT: with a system-wide fence before the write.
 _FENCED: Final = 0
@@ -43,19 +43,19 @@ _exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
 _record_event = cuda.cuEventRecord
 _query_event = cuda.cuEventQuery
 
-#: By value, in both directions: wheels up to 13.1 take no plain int for an enum.
+#: The wheel's modes by value, because wheels up to 13.1 accept no plain int for an enum.
 _THEIR_MODES: Final = tuple(cuda.CUstreamCaptureMode(mode.value) for mode in CaptureMode)
 _OUR_MODES: Final = tuple(CaptureMode)
 
 
 @functools.cache
 def _launch_host_function() -> Any:
-    """Return `cuLaunchHostFunc` by its address, bypassing the wheel.
+    """Return `cuLaunchHostFunc`, found by its address, without the wheel.
 
-    Wheels up to 13.4 wrap any function, also a plain C one, in a trampoline that takes the GIL on
-    the driver's thread, which deadlocks against a thread that holds the GIL and waits for the
-    driver's lock (promise 6; docs/internals/completion.md). ctypes releases the GIL around the
-    call, as the wheel does.
+    Wheels up to 13.4 wrap any function, even a plain C one, in a trampoline that takes the GIL on
+    the driver's thread. This deadlocks against a thread that holds the GIL and waits for the
+    driver's lock (docs/internals/completion.md). ctypes releases the GIL around the call, as the
+    wheel does.
     """
     address = symbol_address("cuLaunchHostFunc", 10000)
     if not address:
@@ -68,7 +68,7 @@ class Streams(Driver):
     """Streams, events, captures and graphs."""
 
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
-        """Call `cuGreenCtxStreamCreate`, which ignores what is current, or of the current context.
+        """Call `cuGreenCtxStreamCreate`, or `cuStreamCreateWithPriority` in the current context.
 
         The driver clamps the priority to its range.
         """
@@ -77,19 +77,19 @@ class Streams(Driver):
         return StreamHandle(call(cuda.cuGreenCtxStreamCreate, green, _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: StreamHandle) -> None:
-        """Call `cuStreamDestroy`; with work pending it returns at once, and frees later."""
+        """Call `cuStreamDestroy`. With work pending it returns at once, and frees later."""
         call(cuda.cuStreamDestroy, stream)
 
     def stream_address(self, stream: StreamHandle) -> int:
-        """Return the number in the wrapper; no driver call."""
+        """Return the number in the wrapper, without a driver call."""
         return number(stream)
 
     def foreign_stream(self, address: int) -> StreamHandle:
-        """Wrap the number; no driver call."""
+        """Wrap the number, without a driver call."""
         return StreamHandle(cuda.CUstream(address))
 
     def query_stream(self, stream: StreamHandle) -> bool:
-        """Call `cuStreamQuery`; invalidates a global-mode capture elsewhere in the process."""
+        """Call `cuStreamQuery`. It invalidates a global-mode capture elsewhere in the process."""
         try:
             (status,) = _query_stream(stream)
         except UNKNOWN_STATUS as error:
@@ -101,11 +101,11 @@ class Streams(Driver):
         raise error_for_status(status, "cuStreamQuery")
 
     def synchronize_stream(self, stream: StreamHandle) -> None:
-        """Call `cuStreamSynchronize`; the wheel releases the GIL."""
+        """Call `cuStreamSynchronize`. The wheel releases the GIL."""
         call(cuda.cuStreamSynchronize, stream)
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Call `cuStreamWaitEvent`; the event may be of another context or device."""
+        """Call `cuStreamWaitEvent`. The event may be of another context or device."""
         try:
             (status,) = _wait_event(stream, event, 0)
         except UNKNOWN_STATUS as error:
@@ -129,11 +129,11 @@ class Streams(Driver):
         return mark
 
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
-        """Call `cuStreamWaitValue32`; the driver's scheduler does not know this order."""
+        """Call `cuStreamWaitValue32`. The driver's scheduler does not know this order."""
         call(cuda.cuStreamWaitValue32, stream, address, value, _GEQ)
 
     def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Call `cuLaunchHostFunc` by its address, so that no wheel puts Python in between."""
+        """Call `cuLaunchHostFunc` by its address, so that no wheel adds Python code."""
         status = _launch_host_function()(number(stream), function, data)
         if status:
             raise error_for_number(status, "cuLaunchHostFunc")
@@ -144,7 +144,7 @@ class Streams(Driver):
         call(cuda.cuStreamBeginCapture, stream, _THEIR_MODES[mode])
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        """Call `cuStreamEndCapture`; on the thread that began it, unless the mode is relaxed."""
+        """Call `cuStreamEndCapture`, on the thread that began it unless the mode is relaxed."""
         return GraphHandle(call(cuda.cuStreamEndCapture, stream))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
@@ -161,7 +161,7 @@ class Streams(Driver):
         call(cuda.cuGraphDestroy, graph)
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
-        """Call `cuThreadExchangeStreamCaptureMode`; a fresh thread has GLOBAL."""
+        """Call `cuThreadExchangeStreamCaptureMode`. A new thread has GLOBAL."""
         try:
             status, previous = _exchange_mode(_THEIR_MODES[mode])
         except UNKNOWN_STATUS as error:
@@ -172,11 +172,11 @@ class Streams(Driver):
         return ours
 
     def node_count(self, graph: GraphHandle) -> int:
-        """Call `cuGraphGetNodes` for the count alone."""
+        """Call `cuGraphGetNodes` only for the count."""
         return int(call(cuda.cuGraphGetNodes, graph, 0)[1])
 
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
-        """Call `cuGraphInstantiateWithFlags`, which wheels call so, then `cuGraphUpload`."""
+        """Call `cuGraphInstantiateWithFlags` (its name in wheels), then `cuGraphUpload`."""
         made = call(cuda.cuGraphInstantiate, graph, 0)
         try:
             call(cuda.cuGraphUpload, made, stream)
@@ -198,13 +198,13 @@ class Streams(Driver):
         return EventHandle(call(cuda.cuEventCreate, flags))
 
     def destroy_event(self, event: EventHandle) -> None:
-        """Call `cuEventDestroy`; never waits, not even for an incomplete event."""
+        """Call `cuEventDestroy`. It never waits, not even for an incomplete event."""
         call(cuda.cuEventDestroy, event)
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Call `cuEventRecord`; make the event in its stream's context, as cuda.h requires.
+        """Call `cuEventRecord`. Make the event in its stream's context, as cuda.h requires.
 
-        Whether a green stream accepts an event of the primary differs by driver and report.
+        Drivers differ, by reports, in whether a green stream accepts an event of the primary.
         """
         try:
             (status,) = _record_event(event, stream)
@@ -214,7 +214,7 @@ class Streams(Driver):
             raise error_for_status(status, "cuEventRecord")
 
     def query_event(self, event: EventHandle) -> bool:
-        """Call `cuEventQuery`; invalidates a global-mode capture elsewhere in the process."""
+        """Call `cuEventQuery`. It invalidates a global-mode capture elsewhere in the process."""
         try:
             (status,) = _query_event(event)
         except UNKNOWN_STATUS as error:
@@ -226,9 +226,9 @@ class Streams(Driver):
         raise error_for_status(status, "cuEventQuery")
 
     def synchronize_event(self, event: EventHandle) -> None:
-        """Call `cuEventSynchronize`; the wheel releases the GIL, the thread may still spin."""
+        """Call `cuEventSynchronize`. The wheel releases the GIL, but the thread may spin."""
         call(cuda.cuEventSynchronize, event)
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        """Call `cuEventElapsedTime`, which answers milliseconds; both events must be complete."""
+        """Call `cuEventElapsedTime`, which returns milliseconds. Both events must be complete."""
         return float(call(cuda.cuEventElapsedTime, start, end)) / 1000.0

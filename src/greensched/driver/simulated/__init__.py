@@ -1,7 +1,7 @@
-"""The simulated driver: the driver interface in memory, with time, faults, and a driver's rules.
+"""The simulated driver: the driver interface in memory, with timing, faults and CUDA's rules.
 
 It is used only on request, never as a fallback: `Pool(driver="simulated:h200")`, or `open` here for
-what a string cannot say (a clock, faults).
+options that a string cannot express (a clock, faults).
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     """Make a simulated machine.
 
     Args:
-        spec: `"h200"`, `"h200x2+l40s"`, `"h100@13.1"` (a driver version), or device models.
-        clock: a virtual clock; None: real time.
-        faults: the faults to inject: `Fail`, `Slow`, `Hang`, `Crash`.
-        without: features that it lacks.
-        strict_events: an event can be recorded only on streams of the context it was made in. None:
-            by the version. 13.0 takes any stream of the device, as measured on an H200; for the
-            others only the documented rule is known.
+        clock: A virtual clock. None: real time.
+        faults: The faults to inject: `Fail`, `Slow`, `Hang`, `Crash`.
+        without: Features that the machine lacks.
+        strict_events: Whether an event can be recorded only on streams of its own context. None:
+            depends on the version. 13.0 accepts any stream of the device, as measured on an H200;
+            for other versions only the documented rule is known.
 
     Raises:
-        InvalidRequest: an unknown device or version; the message names the known ones.
+        InvalidRequest: A device or version is unknown; the message names the known ones.
     """
     devices, version = parse(spec) if isinstance(spec, str) else (list(spec), MEASURED)
     return SimulatedDriver(
@@ -77,18 +76,18 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
 
 
 def cost(how: float | Cost | Callable[P, Cost]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a callable for `partition.run` with the time it takes when simulated.
+    """Decorate a callable for `partition.run` with its duration in a simulation.
 
-    On a simulated driver's worker thread the time passes after the call; anywhere else the callable
-    is called unchanged.
+    On a simulated driver's worker thread the time passes after the call. Elsewhere the decorator
+    has no effect.
 
     Args:
-        how: seconds of the driver's clock, or a `Cost`: work on the partition's SMs, behind the
-            work submitted to them before, and beside other work there. Or a function of the
+        how: Seconds of the driver's clock; or a `Cost` for work on the partition's SMs, after the
+            work submitted to them before, and beside other work there; or a function of the
             callable's arguments that returns a `Cost`.
 
     Raises:
-        InvalidRequest: by the call: `how` gave no valid cost.
+        InvalidRequest: Raised by the call if `how` gives no valid cost.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,7 +1,7 @@
-"""Memory of the simulated machine: blocks with bounds, at addresses that are never used twice.
+"""Memory of the simulated machine: blocks with bounds, at addresses that are never reused.
 
-Device addresses start above what a host address can be, so the two cannot be mistaken for
-each other; pinned host memory has the same address on both sides, as under unified addressing.
+Device addresses are above all possible host addresses, so that the two cannot be confused. Pinned
+host memory has the same address on both sides, as under unified addressing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 #: Above the 47 bits of a user-space address on x86-64 and AArch64 Linux.
 FIRST_DEVICE_ADDRESS = 1 << 50
-#: cuMemAlloc aligns to at least 256 bytes; 512 is what cuMemAllocAsync is seen to give.
+#: cuMemAlloc aligns to at least 256 bytes; cuMemAllocAsync was observed to align to 512.
 ALIGNMENT = 512
-#: The step by which a stream-ordered pool grows: an assumption, of the size seen on real drivers.
+#: The step by which a stream-ordered pool grows: an assumption, of the size observed with drivers.
 POOL_STEP = 32 << 20
-#: Up to this size fresh device memory is filled with 0xFF (NaN, -1), so that a read of unwritten
-#: memory shows; beyond it, the host would pay for pages that are never touched.
+#: Fresh device memory up to this size is filled with 0xFF (NaN, -1), so that reads of unwritten
+#: memory show. For more, the host would pay for pages that are never touched.
 POISON_LIMIT = 1 << 20
 
-#: The device memory of a green context, the part of it that only the primary context's end frees,
-#: and the memory of a stream. Measured on an H200: 4.93, 4.0, and 0.53 or 0.47 MiB
+#: The device memory of a green context, the part that only the primary context's end frees, and
+#: the memory of a stream. Measured on an H200: 4.93, 4.0, and 0.53 or 0.47 MiB
 #: (docs/measurements/h200-580/stuck-and-lost.json).
 GREEN_BYTES = int(4.93 * 2**20)
 LOST_BYTES = 4 << 20
@@ -36,7 +36,7 @@ STREAM_BYTES = 1 << 19
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Bytes at an address; `device` is None for pinned host memory."""
+    """A range of bytes at an address. `device` is None for pinned host memory."""
 
     base: int
     nbytes: int
@@ -47,9 +47,9 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class MemoryPool:
-    """A stream-ordered pool: freed memory stays reserved until the pool ends.
+    """A stream-ordered pool. Freed memory stays reserved until the pool ends.
 
-    `peers` are the other devices that have access to it.
+    `peers` are the other devices with access to it.
     """
 
     device: int
@@ -62,7 +62,7 @@ class MemoryPool:
 
 @dataclass(slots=True)
 class DeviceMemory:
-    """The account of one device's memory: the bytes of pools, and those of contexts."""
+    """Counts one device's memory: the bytes of pools and of contexts."""
 
     total: int
     pools: int = 0
@@ -70,11 +70,11 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
-        """Bytes of neither pools nor contexts."""
+        """Bytes that belong neither to pools nor to contexts."""
         return self.total - self.pools - self.contexts
 
     def check(self, nbytes: int, call: str, asked: int) -> None:
-        """Raise OutOfMemory where fewer bytes are free."""
+        """Raise OutOfMemory if fewer bytes are free."""
         if nbytes > self.free:
             raise OutOfMemory(call, asked, self.free, self.total)
 
@@ -89,13 +89,13 @@ class DeviceMemory:
         self.contexts += nbytes
 
     def close(self, nbytes: int) -> None:
-        """Free the bytes of a context or a stream, unless the primary's end has freed them all."""
+        """Free the bytes of a context or stream, unless the primary's end has freed them."""
         self.contexts = max(0, self.contexts - nbytes)
 
 
 @dataclass(slots=True)
 class AddressSpace:
-    """Every live block, found by any address inside it. Any thread may use it."""
+    """All live blocks, found by any address inside them. Any thread may use it."""
 
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _bases: list[int] = field(default_factory=list)
@@ -112,11 +112,11 @@ class AddressSpace:
             data.fill(0xFF)
         with self._lock:
             block = Block(self._next, nbytes, device, data, pool)
-            self._next += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT  # never adjacent to the next
+            self._next += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT  # leaves a gap to the next
             return self._add(block)
 
     def new_host_block(self, nbytes: int) -> Block:
-        """Make a block of pinned host memory, zeroed."""
+        """Make a block of zeroed pinned host memory."""
         try:
             data: Bytes = np.zeros(nbytes, np.uint8)
         except MemoryError:
@@ -130,7 +130,7 @@ class AddressSpace:
         return block
 
     def remove(self, address: int, what: str, *, pinned: bool) -> Block:
-        """Remove the block that starts at an address: of pinned memory, or of a pool."""
+        """Remove the block at an address, of pinned memory or of a pool."""
         with self._lock:
             block = self._blocks.get(address)
             if block is None:
@@ -143,7 +143,7 @@ class AddressSpace:
         return block
 
     def find(self, address: int, nbytes: int, what: str) -> Block:
-        """Return the live block that holds all of [address, address + nbytes)."""
+        """Return the live block that contains all of [address, address + nbytes)."""
         with self._lock:
             at = bisect_right(self._bases, address)
             block = self._blocks[self._bases[at - 1]] if at else None
@@ -155,7 +155,7 @@ class AddressSpace:
         return block
 
     def bytes_at(self, address: int, nbytes: int, what: str) -> Bytes:
-        """Return a writable view of bytes."""
+        """Return a writable view of some bytes."""
         block = self.find(address, nbytes, what)
         offset = address - block.base
         return block.data[offset : offset + nbytes]

@@ -19,9 +19,9 @@ from greensched.typing import CaptureMode
 
 
 class GraphLaunch(Operation):
-    """The operations of a graph, one after another, on the SMs of the stream of their capture.
+    """The operations of a graph, run one after another on the SMs of the stream that captured it.
 
-    The stream of the launch only says when it begins, and holds one operation for all of them.
+    The launch stream only decides when the graph begins; there the whole graph is one operation.
     """
 
     kind = "graph"
@@ -33,7 +33,7 @@ class GraphLaunch(Operation):
         self._operations = operations
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Run the operations on a queue of their own, behind which the launch ends."""
+        """Run the operations on a separate queue, whose last operation ends the launch."""
         self.start = timeline.now
         queue = StreamQueue(self.stream.ident, self.stream.device, self._green, self.sms)
         queue.on_error = self.stream.report_error
@@ -49,7 +49,7 @@ class Captures(Component):
     """Driver calls for captures and graphs."""
 
     def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
-        """Record the stream's work from here on, instead of running it."""
+        """Record the stream's work from now on instead of running it."""
         found = self.machine.stream(stream, "begin_capture")
         if found.capture is not None:
             raise from_status(1, "begin_capture", detail="the stream is capturing already")
@@ -67,7 +67,7 @@ class Captures(Component):
         return GraphHandle(self.machine.own(Graph(found, capture.nodes)))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
-        """Return whether a capture is in progress, invalidated or not."""
+        """Say whether a capture is in progress, even an invalidated one."""
         return self.machine.stream(stream, "is_capturing").capture is not None
 
     def exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
@@ -84,7 +84,7 @@ class Captures(Component):
         return len(self.machine.expect(graph, Graph, "node_count").nodes)
 
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
-        """Make the present nodes executable. An upload takes no time here."""
+        """Make the present nodes executable. The upload takes no time here."""
         source = self.machine.expect(graph, Graph, "instantiate_graph")
         found = self.machine.stream(stream, "instantiate_graph")
         self.machine.refuse_on_capturing(found, "instantiate_graph")
@@ -92,7 +92,7 @@ class Captures(Component):
         return ExecutableHandle(self.machine.own(Executable(source)))
 
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
-        """Submit one operation, as long as its nodes take; they run where they were captured."""
+        """Submit one operation for all nodes, which run on the SMs that captured them."""
         machine = self.machine
         found = machine.stream(stream, "launch_graph")
         target = machine.expect(executable, Executable, "launch_graph")
@@ -111,7 +111,7 @@ class Captures(Component):
         target.last = done
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:
-        """End an executable graph; its launches still run."""
+        """End an executable graph. Its launches still run to their end."""
         gone = self.machine.expect(executable, Executable, "destroy_executable")
         gone.alive = False
         self.machine.unregister(gone.stream.device.ordinal, "executable graph")

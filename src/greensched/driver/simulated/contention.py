@@ -1,30 +1,29 @@
 """How kernels on one device share its SMs and its memory bandwidth. Pure arithmetic.
 
-*Occupancy.* The threads of a kernel's blocks occupy their part of the SMs, and an SM is given out
-first come, first served: blocks of a later kernel start in the space that earlier ones leave, and
-where they leave none the kernel waits. So a short kernel behind a large grid waits for that grid;
-on SMs of its own it does not.
+*Occupancy.* The threads of a kernel's blocks occupy part of each SM, first come, first served:
+blocks of a later kernel start in the space that earlier kernels leave; if there is none, the kernel
+waits. So a short kernel after a large grid waits for that grid, but not on SMs of its own.
 
 *Waves.* A grid larger than the space runs in waves. Once only its last, partial wave is left, the
-rest of the space is free. At the end of a wave, a waiting kernel of a stream of higher priority
-goes before the blocks that have not begun: it waits for one wave, not for the grid.
+rest of the space is free. At the end of a wave, a waiting kernel of higher stream priority
+precedes the blocks that have not begun: it waits for one wave, not for the grid.
 
-*Arithmetic.* The blocks on an SM share its compute by their threads, as its warp schedulers do, but
-none gets more than it can use; a block alone on an SM has all of it.
+*Arithmetic.* The blocks on an SM share its compute by their numbers of threads, as its warp
+schedulers do, but none gets more than it can use; a block alone on an SM gets all of it.
 
-*Bandwidth* is shared by all kernels by the bytes that each has in flight (Little's law): small
-requests are met, the others share the rest. No SM draws more than its own bytes in flight allow,
-and a kernel near the device's bandwidth waits longer for each byte (`SATURATION`).
+*Bandwidth* is shared by all kernels in proportion to the bytes that each has in flight (Little's
+law): small demands are met, and the rest is shared. No SM draws more than its own bytes in flight
+allow, and a kernel near the device's bandwidth waits longer for each byte (`SATURATION`).
 
-*Power.* The board's control lowers the clock of all SMs until its power, idle and dynamic, is
-within the limit. Dynamic power grows with the cube of the clock (frequency times voltage squared).
+*Power.* The board lowers the clock of all SMs until its power, idle plus dynamic, is within the
+limit. Dynamic power grows with the cube of the clock (frequency times voltage squared).
 
-A model, not a promise. Blocks are counted in fractions, and all blocks of a wave end together. Only
-threads take space: registers, shared memory and L2 are not modelled, nor what a real memory system
-does to two tenants beyond their bandwidth.
+This is a model, not a promise. Blocks are counted in fractions, and all blocks of a wave end
+together. Only threads take space: registers, shared memory and L2 are not modelled, nor effects of
+a real memory system on two tenants apart from bandwidth.
 
 Source for the order: "leftover" block scheduling. CUDA programming guide, green contexts: even a
-kernel of high priority waits for blocks that are resident, and on SMs of its own starts at once.
+high-priority kernel waits for resident blocks, but starts at once on SMs of its own.
 Source for the power: an H200 beside training on 16, 84 and 132 SMs
 (docs/measurements/h200-580/workloads.txt); the cube is within 3 % of its clocks.
 """
@@ -40,36 +39,38 @@ from typing import Protocol
 
 from greensched.typing import Cost
 
-#: The rounding error up to which fractions of blocks count as a whole one.
+#: The rounding error within which fractions of blocks count as a whole block.
 ROUNDING = 1e-9
-#: How the bandwidth of one kernel turns from that of its SMs to the device's: the exponent of their
-#: combination. Fitted to copies by 16 bytes a thread on 8 to 120 SMs of an H100, which it meets
-#: within 6 %; by 4 bytes a thread it is within 23 % (docs/measurements/h100-580/bandwidth.json).
+#: How one kernel's bandwidth passes from its SMs' limit to the device's: the exponent that combines
+#: them. Fitted to copies of 16 bytes a thread on 8 to 120 SMs of an H100, within 6 %; for
+#: 4 bytes a thread it is within 23 % (docs/measurements/h100-580/bandwidth.json).
 SATURATION = 2.5
-#: The exponent of a kernel's bytes in flight in its share: the ports of a few SMs are less crowded.
-#: Fitted to the splits of 32 and 96 SMs there, those of 16 and 64 held out: within 15 %.
+#: The exponent of a kernel's bytes in flight in its share, because ports of few SMs are less
+#: crowded. Fitted to the splits of 32 and 96 SMs there; for the held-out ones of 16 and 64, within
+#: 15 %.
 CROWDING = 0.9
 
 
 class HasCost(Protocol):
-    """A kernel, as `speeds` sees it."""
+    """What `speeds` needs from a kernel."""
 
     cost: Cost
 
 
 class Kernel(HasCost, Protocol):
-    """A kernel, as the arithmetic sees it.
+    """What the arithmetic needs from a kernel.
 
     Attributes:
-        sms: the SMs that it may use, a mask.
-        cap: the most SMs that it can use at once.
-        part: the part of an SM that one block occupies.
-        occupancy: what all its blocks occupy, in SMs' worth.
-        working: it is in the part that SM time or bytes make longer; else it only occupies its SMs.
-        cost: the cost of all of it.
-        started: it has begun.
-        priority: that of its stream; less is more urgent.
-        yields: it has begun, and its next blocks come behind those of more urgent kernels.
+        sms: A mask of the SMs that it may use.
+        cap: The most SMs that it can use at once.
+        part: The fraction of an SM that one block occupies.
+        occupancy: How many SMs all its blocks occupy, in whole-SM equivalents.
+        working: Whether it is in the phase that SM time or bytes determine; otherwise it only
+            occupies its SMs.
+        cost: Its total cost.
+        started: Whether it has begun.
+        priority: The priority of its stream; less is more urgent.
+        yields: Whether, having begun, its next blocks come after those of more urgent kernels.
     """
 
     sms: int
@@ -86,9 +87,9 @@ class Area:
     """SMs that the same kernels may use. `free` and `held` are fractions of each of these SMs.
 
     Attributes:
-        sms: a mask.
-        free: the free part.
-        held: the part of each kernel, by number.
+        sms: A mask of the SMs.
+        free: The free fraction.
+        held: The fraction that each kernel holds, by its number.
     """
 
     __slots__ = ("free", "held", "size", "sms")
@@ -100,7 +101,7 @@ class Area:
         self.held = held
 
     def cut(self, sms: int) -> Area:
-        """Keep these SMs; return the others."""
+        """Keep these SMs, and return the others as a new area."""
         rest = Area(self.sms & ~sms, self.free, dict(self.held))
         self.sms &= sms
         self.size = self.sms.bit_count()
@@ -108,12 +109,12 @@ class Area:
 
 
 def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float], list[float]]:
-    """Return for each kernel: whether it has space to run, and the compute and space it gets.
+    """Return, for each kernel, whether it has space to run, and the compute and space it gets.
 
-    Compute and space are in SMs.
+    Compute and space are in whole-SM equivalents.
 
     Args:
-        kernels: all kernels on the device, in the order of their arrival.
+        kernels: All kernels on the device, in the order of their arrival.
     """
     runs = [True] * len(kernels)
     shares = [float(kernel.cap) if kernel.working else 0.0 for kernel in kernels]
@@ -134,13 +135,13 @@ def settle(kernels: Sequence[Kernel]) -> tuple[list[bool], list[float], list[flo
 
 
 def _precedence(kernel: Kernel) -> tuple[bool, int]:
-    """Return what orders kernels of several priorities: resident blocks go before any others."""
+    """Return the sort key of kernels by priority; resident blocks precede all others."""
     resident = kernel.started and not kernel.yields
     return (not resident, 0 if resident else kernel.priority)
 
 
 def _crowd(kernels: Sequence[Kernel]) -> list[int]:
-    """Return the kernels that share an SM with another; the others need no arithmetic."""
+    """Return the kernels that share an SM with another kernel; the rest need no arithmetic."""
     union = crowded = 0
     for kernel in kernels:
         crowded |= union & kernel.sms
@@ -149,11 +150,11 @@ def _crowd(kernels: Sequence[Kernel]) -> list[int]:
 
 
 def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
-    """Distribute the space, in the order the kernels came: where, and how much to each.
+    """Distribute the space in the order of arrival: return the areas and each kernel's space.
 
-    A kernel's need is spread over its SMs as their free space is. A kernel that lacks space takes
-    what there is, so that no later kernel overtakes it on its SMs; as space only grows when a
-    kernel ends, a kernel that has begun never loses any.
+    A kernel's need is spread over its SMs in proportion to their free space. A kernel that lacks
+    space takes what there is, so that no later kernel overtakes it on its SMs. Space grows only
+    when a kernel ends, so a kernel that has begun never loses any.
     """
     areas = [Area(functools.reduce(operator.or_, (k.sms for k in kernels)), 1.0, {})]
     occupied = []
@@ -177,8 +178,8 @@ def _place(kernels: Sequence[Kernel]) -> tuple[list[Area], list[float]]:
 
 
 def _compute(kernels: Sequence[Kernel], areas: Sequence[Area]) -> list[float]:
-    """Distribute the compute of the SMs: how many SMs' worth each kernel gets."""
-    # One block can use a whole SM, but all of a kernel's together no more than `cap`.
+    """Distribute the SMs' compute: return each kernel's share in whole-SM equivalents."""
+    # One block can use a whole SM, but all blocks of a kernel together at most `cap` SMs.
     usable, shares = [0.0] * len(kernels), [0.0] * len(kernels)
     demands = [
         {i: min(1.0, part / kernels[i].part) for i, part in area.held.items() if kernels[i].working}
@@ -202,16 +203,16 @@ def speeds(
     sm_bandwidth: float = math.inf,
     clock: float = 1.0,
 ) -> list[float]:
-    """Return the speed of each kernel, as a fraction of its work per nanosecond.
+    """Return the speed of each kernel, as the fraction of its work done per nanosecond.
 
-    Roofline: the smaller of the speeds that its SMs and its part of the bandwidth allow.
+    Roofline: the smaller of the speeds that its SMs and its share of the bandwidth allow.
 
     Args:
-        kernels: the working kernels; each has work to do.
-        shares: the SMs' worth of compute that each gets.
-        bandwidth: of the device, bytes a second.
-        sm_bandwidth: the most that an SM draws, bytes a second.
-        clock: of the SMs, as a fraction of the highest.
+        kernels: The kernels, which all have work to do.
+        shares: The compute that each gets, in whole-SM equivalents.
+        bandwidth: The device's bandwidth, in bytes a second.
+        sm_bandwidth: The most that an SM draws, in bytes a second.
+        clock: The SMs' clock as a fraction of the highest.
     """
     per_ns = bandwidth / 1e9
     flows = [
@@ -234,29 +235,29 @@ def speeds(
 
 
 def _drawn(flow: float, per_ns: float) -> float:
-    """Return the bandwidth that one kernel alone draws, from the limits of its SMs and device."""
+    """Return the bandwidth that a kernel alone draws, from the limits of its SMs and device."""
     if math.isinf(flow):
         return per_ns
     return float((flow**-SATURATION + per_ns**-SATURATION) ** (-1 / SATURATION))
 
 
 def clock(watts: float, idle: float, limit: float) -> float:
-    """Return the clock that keeps a board within its limit, as a fraction of the highest.
+    """Return the clock that keeps a board within its power limit, as a fraction of the highest.
 
     Args:
-        watts: what its SMs draw at the highest clock, beyond an idle board.
-        idle: what an idle board draws.
-        limit: the most that it may draw.
+        watts: The power of its SMs at the highest clock, beyond an idle board.
+        idle: The power of an idle board.
+        limit: The most power that the board may draw.
     """
     left = limit - idle
     return 1.0 if watts <= left else float((left / watts) ** (1 / 3))
 
 
 def fair(wanted: Sequence[float], capacity: float, weights: Sequence[float]) -> list[float]:
-    """Divide by weighted max-min: small demands are met, the others share the rest by weight."""
+    """Divide by weighted max-min fairness: meet small demands, share the rest by weight."""
     granted = [0.0] * len(wanted)
     left = capacity
-    # The largest demands for their weight come last; summed from there, no weight is lost.
+    # The largest demands per weight come last; summed from there, no weight is lost.
     order = sorted(range(len(wanted)), key=lambda i: wanted[i] / weights[i], reverse=True)
     waiting = list(accumulate(weights[i] for i in order))
     for index, weight in zip(reversed(order), reversed(waiting), strict=True):
@@ -266,5 +267,5 @@ def fair(wanted: Sequence[float], capacity: float, weights: Sequence[float]) -> 
 
 
 def bits(mask: int) -> list[int]:
-    """Return the numbers of the bits that are set."""
+    """Return the positions of the set bits."""
     return [i for i in range(mask.bit_length()) if mask >> i & 1]

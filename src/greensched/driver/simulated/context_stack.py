@@ -34,7 +34,7 @@ class ContextStack(Component):
     def _check(self, context: ContextHandle, what: str) -> Context:
         new = self.machine.expect(context, Context, what)
         token = self.machine.thread.token
-        # An empty WeakSet is tested first: iterating over one costs more than all the rest.
+        # Test first whether the WeakSet is empty: iterating over one costs more than all the rest.
         if new.green is not None and new.threads and any(t is not token for t in new.threads):
             raise DriverMisuse(
                 f"{new!r} is current on another thread: a green context is current on one at most"

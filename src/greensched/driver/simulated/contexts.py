@@ -11,19 +11,19 @@ from greensched.errors import CUDAError, DriverMisuse, NotSupported
 from greensched.typing import CacheConfig, ContextFlags, Limit
 
 #: The limits of a new context, in bytes. Sources: CUDA programming guide, "Formatted Output" (1 MB)
-#: and "Dynamic Global Memory Allocation" (8 MB); the stack's 1 KB as an H100 answers.
+#: and "Dynamic Global Memory Allocation" (8 MB); the stack's 1 KB as an H100 reports.
 LIMITS = {
     Limit.STACK: 1 << 10,
     Limit.PRINTF_FIFO: 1 << 20,
     Limit.MALLOC_HEAP: 8 << 20,
 }
-#: The first compute capability with a persisting part of L2, and the largest part of L2 that it can
-#: be. Sources: CUDA programming guide, "Device Memory L2 Access Management"; the part: 30 of the
-#: 40 MB of an A100 (best practices guide, "L2 Persisting Cache").
+#: The first compute capability with a persisting part of L2, and the largest fraction of L2 that it
+#: can be. Sources: CUDA programming guide, "Device Memory L2 Access Management"; for the fraction,
+#: 30 of the 40 MB of an A100 (best practices guide, "L2 Persisting Cache").
 PERSISTING_SINCE = (8, 0)
 PERSISTING_PART = 0.75
 #: The persisting part is set in sixteenths of L2, and a new context has three of them, as an H200
-#: answers (docs/measurements/h200-580/resources.txt).
+#: reports (docs/measurements/h200-580/resources.txt).
 PERSISTING_STEPS = 16
 PERSISTING_AT_FIRST = 3
 
@@ -45,7 +45,7 @@ class Contexts(Component):
             return ContextHandle(machine.primaries[device])
 
     def release_primary(self, device: int) -> None:
-        """Count one user less; refuse the last while what it made is alive."""
+        """Remove a user. Refuse to remove the last one while its objects are alive."""
         machine = self.machine
         with machine.timeline.lock:
             if not machine.primary_users.get(device):
@@ -86,9 +86,9 @@ class Contexts(Component):
         return ContextHandle(self.machine.own(context))
 
     def destroy_context(self, context: ContextHandle) -> None:
-        """End a context of `create_context` that has no children and is not current anywhere.
+        """End a context of `create_context` that has no children and is current nowhere.
 
-        A real driver ends its streams and events with it; the interface forbids that.
+        A real driver ends its streams and events with it, which the interface forbids.
         """
         gone = self.machine.expect(context, Context, "destroy_context")
         if not gone.own:
@@ -123,7 +123,7 @@ class Contexts(Component):
         return context.limits.get(limit, LIMITS[limit])
 
     def set_limit(self, limit: Limit, nbytes: int) -> None:
-        """Set a limit of the current context; the persisting part of L2 is rounded up."""
+        """Set a limit of the current context. The persisting part of L2 is rounded up."""
         context, device = self._owner("set_limit")
         self.machine.wait_for_code_changes(device, "set_limit")
         _check_limit(limit, device)
@@ -138,7 +138,7 @@ class Contexts(Component):
         return self._owner("cache_config")[0].cache_config
 
     def set_cache_config(self, config: CacheConfig) -> None:
-        """Set the cache preference; it changes no time."""
+        """Set the cache preference, which has no effect on times."""
         self._owner("set_cache_config")[0].cache_config = config
 
     def synchronize_context(self, context: ContextHandle) -> None:
@@ -149,15 +149,15 @@ class Contexts(Component):
         self.machine.wait_for(work, device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
-        """Return (least, greatest), as an H200 answers (`device` of the probe)."""
+        """Return (least, greatest), as an H200 reports (`device` of the probe)."""
         self.machine.current_device("priority_range")
         return 0, -5
 
     def _owner(self, what: str) -> tuple[Context, DeviceState]:
-        """Return the context that has the current context's state, and its device.
+        """Return the context with the current context's settings, and its device.
 
-        A green context's state is its primary's: NVIDIA documents nothing else of green contexts,
-        and they are views of the primary in all else.
+        A green context's settings are its primary's. NVIDIA does not document this, but green
+        contexts are views of the primary in everything else.
         """
         context = self.machine.expect(self.machine.current, Context, what)
         device = self.machine.usable_device(context.device, what)
@@ -175,7 +175,7 @@ def _check_limit(limit: Limit, device: DeviceState) -> None:
 
 
 def _check_flags(flags: ContextFlags, what: str) -> None:
-    """Answer INVALID_VALUE to two ways to wait at once.
+    """Return INVALID_VALUE for two ways to wait.
 
     Source: cuda.h, cuCtxCreate and cuDevicePrimaryCtxSetFlags.
     """

@@ -1,9 +1,9 @@
-"""Device models by name: what a simulated GPU is, and where each figure comes from.
+"""Device models by name: the properties of simulated GPUs, with a source for each figure.
 
-SM counts, memory and bandwidth are the vendor's data sheets, except where a comment says measured.
-The layout of a chip's SMs in GPCs is not published and differs from chip to chip; a layout here is
-one that gives every known split result of that model, or an even one where none is known. Measured
-means: on an H200 or H100 under driver 580 (docs/measurements/h200-580/probe.json and
+SM counts, memory and bandwidth are from the vendor's data sheets, unless a comment says measured.
+The layout of a chip's SMs in GPCs is not published and differs from chip to chip. A layout here
+gives every known split result of its model, or is even if none is known. Measured means on an H200
+or H100 under driver 580 (docs/measurements/h200-580/probe.json and
 h100-580/bandwidth.json).
 """
 
@@ -19,46 +19,47 @@ from itertools import count
 from greensched.errors import InvalidRequest
 from greensched.typing import DeviceFacts
 
-#: How much slower each kernel is for the others: takes the name of each working kernel and the SMs'
-#: worth of compute that it gets; returns a factor for each, 1 or more.
+#: How much kernels slow each other: takes the name of each working kernel and its compute in
+#: whole-SM equivalents; returns a factor of at least 1 for each.
 Interference = Callable[[Sequence[tuple[str, float]]], Sequence[float]]
 
 GB = 10**9
 MIB = 2**20
 
-#: Where it is not 2048. Source: programming guide, table of technical specifications.
+#: Threads per SM, if not 2048. Source: programming guide, table of technical specifications.
 THREADS_PER_SM = {(7, 5): 1024, (8, 9): 1536, (12, 0): 1536}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """A simulated device. Bandwidths in bytes a second, latencies in nanoseconds."""
+    """A simulated device. Bandwidths are in bytes a second, latencies in nanoseconds."""
 
     name: str
     compute_capability: tuple[int, int]
-    #: SMs of each GPC.
+    #: The number of SMs of each GPC.
     gpcs: tuple[int, ...]
     memory_bytes: int
     dram_bandwidth: float
     l2_bytes: int
-    #: Host to device and device to host, each its own engine. PCIe 5.0 x16: 64 GB/s less protocol.
+    #: Host to device and device to host, each with an engine. PCIe 5.0 x16: 64 GB/s minus protocol.
     link_bandwidth: float = 55 * GB
-    #: From one device to another of its model, each way; 0: no access to each other's memory.
-    #: NVLink's figure of the data sheet, which is of both ways, halved; over PCIe the link's.
+    #: To another device of its model, in each direction; 0 means no access to each other's memory.
+    #: Half of the data sheet's NVLink figure, which counts both directions; over PCIe the link's.
     peer_bandwidth: float = 0.0
     copy_engines: int = 3
     max_shared_bytes: int = 99 * 1024
     #: From a launch to its start on an idle partition. 3.9 us: HoloHub's median on an RTX 6000 Ada
-    #: beside a saturating load (with CUPTI's own cost in it).
+    #: beside a saturating load (including CUPTI's own cost).
     launch_latency_ns: int = 3_900
     #: From enqueueing a copy to its first byte. 1.5 us: an assumption.
     copy_latency_ns: int = 1_500
-    #: The most that one SM draws, bytes a second; infinite where it was not measured.
+    #: The most that one SM draws, in bytes a second; infinite if not measured.
     sm_bandwidth: float = math.inf
-    #: What an idle board draws, and the most that it may, in watts; infinite where not measured.
+    #: The power of an idle board, and the most that a board may draw, in watts; infinite if
+    #: unknown.
     idle_watts: float = 0.0
     power_limit: float = math.inf
-    #: The effect of kernels on each other beyond SMs and bandwidth, where measured; None: none.
+    #: The effect of kernels on each other beyond SMs and bandwidth, if measured, or None.
     interference: Interference | None = None
 
     @property
@@ -67,9 +68,9 @@ class DeviceModel:
         return sum(self.gpcs)
 
     def sms_of_gpcs(self) -> list[list[int]]:
-        """Return the SM ids of each GPC: they count in rows, of one TPC (2 SMs) of each GPC.
+        """Return the SM ids of each GPC. Ids count row by row; a row has a TPC (2 SMs) of each GPC.
 
-        Source: the SMs that the groups of one split ran on (`disjoint` of the probe).
+        Source: the SMs on which the groups of one split ran (`disjoint` of the probe).
         """
         ids: list[list[int]] = [[] for _ in self.gpcs]
         number = count()
@@ -79,7 +80,7 @@ class DeviceModel:
         return ids
 
     def facts(self, ordinal: int) -> DeviceFacts:
-        """Return the facts that a driver reports of it as device `ordinal`."""
+        """Return the properties that a driver reports for it as device `ordinal`."""
         return DeviceFacts(
             ordinal=ordinal,
             name=f"Simulated {self.name}",
@@ -99,13 +100,13 @@ class DeviceModel:
 
 
 def even(sms: int, gpcs: int) -> tuple[int, ...]:
-    """Lay `sms` SMs out in `gpcs` GPCs of whole TPCs (2 SMs), as evenly as possible."""
+    """Distribute `sms` SMs over `gpcs` GPCs in whole TPCs (2 SMs), as evenly as possible."""
     tpcs = sms // 2
     return tuple(2 * (tpcs // gpcs + (i < tpcs % gpcs)) for i in range(gpcs))
 
 
-#: Read off the SM ids of an H200 (`disjoint`: their rows are of 8, then of 7, then of 6 TPCs). It
-#: gives what was published of the others too: 15 x 8 + 12 of an H100 SXM, 6 x 16 + 36 and
+#: From the SM ids of an H200 (`disjoint`: their rows are of 8, then of 7, then of 6 TPCs). It also
+#: gives the published splits of others: 15 x 8 + 12 of an H100 SXM, 6 x 16 + 36 and
 #: 1 x 72 + 60 of a GH200.
 HOPPER_SXM = (18, 18, 18, 18, 18, 18, 16, 8)
 HOPPER_SHARED = 227 * 1024
@@ -230,11 +231,11 @@ PRESETS: dict[str, DeviceModel] = {
 #: The CUDA versions a simulated driver can be, as in `simulated:h200@13.1`.
 VERSIONS = ((13, 0), (13, 1), (13, 2), (13, 3), (13, 4))
 
-#: The version whose driver was measured, and the default. It allows more than is documented; what
-#: the others allow is known from their documentation alone.
+#: The version of the measured driver, and the default. It allows more than is documented; for the
+#: other versions only the documentation is known.
 MEASURED = (13, 0)
 
-#: The most devices of one simulated machine: four times those of the largest hosts with GPUs.
+#: The most devices of a simulated machine: four times as many as the largest GPU hosts have.
 MOST_DEVICES = 64
 
 _SPEC = re.compile(r"(?P<devices>[^@]+?)(?:@(?P<major>\d{1,4})\.(?P<minor>\d{1,4}))?")
@@ -242,11 +243,11 @@ _SEVERAL = re.compile(r"(?P<name>.+)x(?P<count>[1-9]\d{0,8})")
 
 
 def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
-    """Read `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
+    """Parse `h200`, `h200x2`, `h200x2+l40s`, `h100@13.0` into devices and a driver version.
 
     Raises:
-        InvalidRequest: an unknown device or version, or too many devices; the message names the
-            known ones.
+        InvalidRequest: A device or version is unknown, or there are too many devices; the message
+            names the known ones.
     """
     whole = _SPEC.fullmatch(spec.strip().lower())
     if whole is None:
@@ -267,10 +268,10 @@ def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
 
 
 def _several(part: str) -> tuple[DeviceModel, int]:
-    """Return a model, and how many of it."""
+    """Return a model and how many of them are requested."""
     name, count = part.strip(), 1
     several = _SEVERAL.fullmatch(name)
-    if name not in PRESETS and several is not None:  # the x of rtx4090 counts nothing
+    if name not in PRESETS and several is not None:  # the x of rtx4090 is no multiplier
         name, count = several["name"], int(several["count"])
     if name not in PRESETS:
         raise InvalidRequest(f"no simulated device {part!r}: give one of {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""The simulated driver: its driver calls, composed of components over one machine."""
+"""The simulated driver: its driver calls, composed of components that share one machine."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=Component)
 
-#: The driver that each thread works for.
+#: The driver that each library thread belongs to.
 _threads = threading.local()
 
 
 def current_driver() -> SimulatedDriver | None:
-    """Return the simulated driver whose thread this is; None on any other thread."""
+    """Return the simulated driver that this thread belongs to, or None."""
     return getattr(_threads, "driver", None)
 
 
 def driver_call(
     method: Callable[Concatenate[C, P], T],
 ) -> Callable[Concatenate[SimulatedDriver, P], T]:
-    """Make a driver call of a component's method: the checks of the machine, then the method."""
+    """Turn a component's method into a driver call: the machine's checks, then the method."""
     name, owner = method.__name__, method.__qualname__.partition(".")[0]
     traits = DRIVER_CALLS[name]
 
@@ -57,7 +57,7 @@ def driver_call(
 
 
 class SimulatedDriver(Driver):
-    """A driver in memory. `simulated.open` makes one, and says what the arguments mean."""
+    """A driver in memory. `simulated.open` makes it, and documents the arguments."""
 
     name: ClassVar[str] = "simulated"
     needs_binary: ClassVar[bool] = False
@@ -101,11 +101,11 @@ class SimulatedDriver(Driver):
         return self.clock.now() / 1e9
 
     def create_mailbox(self) -> Mailbox[Any]:
-        """Make a queue to a library thread; under virtual time its reader counts as idle."""
+        """Make a queue to a library thread. Under virtual time a waiting reader is idle."""
         return self.clock.create_mailbox()
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Start a library thread; under virtual time it takes turns with the others."""
+        """Start a library thread. Under virtual time it takes turns with the other threads."""
 
         def body() -> None:
             _threads.driver = self
@@ -114,17 +114,17 @@ class SimulatedDriver(Driver):
         return self.clock.start_thread(body, name)
 
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None:
-        """Have the virtual clock call `look`; a real clock does not."""
+        """Have the virtual clock call `look`; a real clock never does."""
         return self.clock.subscribe(look)
 
     def report_reference_errors(
         self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
-        """Have failures of references on a stream reported, instead of raised by its next wait."""
+        """Report failures of references on a stream, instead of raising them at its next wait."""
         self._streams.report_reference_errors(stream, report)
 
     def close(self) -> None:
-        """End the clock's work for this driver: queued work never runs. Idempotent."""
+        """End the clock's work for this driver, so that queued work never runs. Idempotent."""
         self.machine.close()
 
     # -- for tests and traces --------------------------------------------------------------------
@@ -132,14 +132,14 @@ class SimulatedDriver(Driver):
     address_of = staticmethod(address_of)
 
     def on_span(self, listener: Callable[[Span], None] | None) -> None:
-        """Call `listener` with each operation as it ends; it must be quick and not call back."""
+        """Call `listener` with each operation as it ends. It must be quick and call nothing here."""
         self.machine.timeline.on_span = listener
 
     def live(self) -> Counter[str]:
-        """Return how many objects of each kind exist, over all devices: for leak checks.
+        """Return how many objects of each kind exist on all devices, for leak checks.
 
-        Without what is kept for the next pool: green contexts, their streams, and a primary context
-        that only these use.
+        Handles that are kept for the next pool do not count: green contexts, their streams, and a
+        primary context that only these use.
         """
         alive = self.machine.live()
         for device, users in self.machine.primary_users.items():
@@ -150,7 +150,7 @@ class SimulatedDriver(Driver):
         return +alive
 
     def occupy(self, name: str, cost: Cost) -> None:
-        """Block for work on the SMs of the current context, behind the present work there."""
+        """Block for work on the SMs of the current context, after the present work there."""
         check_cost(name, cost)
         green = self.machine.current.green
         stream = self.create_stream(None if green is None else GreenHandle(green))
@@ -167,7 +167,7 @@ class SimulatedDriver(Driver):
         return self.machine.version
 
     def supports(self, feature: Feature) -> bool:
-        """Return whether this version has a feature and `without` does not name it."""
+        """Say whether this version has a feature that `without` does not exclude."""
         return self.machine.supports(feature)
 
     # -- driver calls ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ class Events(Component):
     """Driver calls for events."""
 
     def create_event(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
-        """Make an event of the current context. A simulated wait sleeps, `blocking` or not."""
+        """Make an event of the current context. A simulated wait always sleeps."""
         context = self.machine.current
         device = self.machine.usable_device(context.device, "create_event")
         self.machine.wait_for_code_changes(device, "create_event")
@@ -34,13 +34,13 @@ class Events(Component):
         self._check_same_context(target, found)
         machine.wait_for_code_changes(found.device, "record_event")
         signal, captured = Signal(), found.capture
-        if captured is None:  # in a capture it is a dependency, and no piece of work
+        if captured is None:  # in a capture it is a dependency, not a piece of work
             finish = InstantOp("record", lambda _: machine.timeline.complete(signal))
             machine.enqueue(found, lambda: finish, "record_event")
         target.signal, target.captured, target.stream = signal, captured, found
 
     def _check_same_context(self, event: Event, stream: SimulatedStream) -> None:
-        """Refuse an event on a stream of another context, as the version does."""
+        """Refuse an event on a stream of another context, if this version does."""
         if event.context is stream.context:
             return
         apart = event.context.own or stream.context.own
@@ -51,8 +51,8 @@ class Events(Component):
     def record_green(self, green: GreenHandle, event: EventHandle) -> None:
         """Record the work of every stream of a green context.
 
-        As on an H100 with driver 580, a stream's wait for an event is left out where nothing is
-        behind it (docs/measurements/h100-580/two-gpus.json).
+        As on an H100 with driver 580, a stream's wait for an event is omitted if no work follows it
+        (docs/measurements/h100-580/two-gpus.json).
         """
         machine = self.machine
         source = machine.expect(green, Green, "record_green")
@@ -70,7 +70,7 @@ class Events(Component):
         target.signal, target.captured, target.stream = work, None, None
 
     def query_event(self, event: EventHandle) -> bool:
-        """Return whether the recorded work is done; invalidates a capture that recorded it."""
+        """Say whether the recorded work is done. Invalidates a capture that recorded it."""
         target = self.machine.expect(event, Event, "query_event")
         self.machine.usable_device(target.context.device, "query_event")
         if target.captured is not None:  # an H200 invalidates it, too
@@ -104,10 +104,10 @@ class Events(Component):
         return (signals[1].time - signals[0].time) / 1e9
 
     def uncaptured(self, handle: EventHandle, what: str) -> Event:
-        """Return an event that recorded work, not a part of a graph.
+        """Return an event that recorded work, and is not part of a graph.
 
-        A real stream that waits for an event in a capture joins it; the simulated one refuses. Once
-        the capture is over, the event counts as recorded nowhere, as an H200 says.
+        A real stream that waits for an event in a capture joins the capture; the simulated one
+        refuses. Once the capture has ended, the event counts as never recorded, as on an H200.
         """
         event = self.machine.expect(handle, Event, what)
         if event.captured is not None:

@@ -1,4 +1,4 @@
-"""Fault scripts: which calls and kernels fail. Counts start at 1, over the driver's life."""
+"""Fault scripts: which calls and kernels fail. Counts begin at 1 and never restart."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from greensched.driver.blocking import DRIVER_CALLS, Blocking
 from greensched.driver.status import STATUS_NAMES, STICKY
 from greensched.errors import InvalidRequest
 
-#: The functions that `bind_launch` and `bind_mark` return: their calls are counted and can fail.
+#: The names of functions that `bind_launch` and `bind_mark` return, whose calls can fail, too.
 BOUND = ("launch", "mark")
 
 
 def _status(status: int | str) -> int:
-    """Return a status given by number, or by name (`"OUT_OF_MEMORY"`)."""
+    """Return a status that is given by number or by name (`"OUT_OF_MEMORY"`)."""
     if isinstance(status, int):
         return status
     for number, name in STATUS_NAMES.items():
@@ -33,10 +33,10 @@ def _check_name(call: str, calls: Iterable[str], what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The `nth` call of a driver call, up to the `last`, does nothing and returns a status.
+    """The `nth` to the `last` call of a driver call does nothing and returns a status.
 
-    `call` is a method of `Driver`, or `launch` or `mark`: a call of the function that `bind_launch`
-    or `bind_mark` returned.
+    `call` is the name of a method of `Driver`, or `launch` or `mark` for the function that
+    `bind_launch` or `bind_mark` returned.
     """
 
     call: str
@@ -102,7 +102,7 @@ class FaultScript:
             self.add(fault)
 
     def add(self, fault: Fault) -> None:
-        """Add a fault; its count includes the calls and starts so far."""
+        """Add a fault. Its count includes earlier calls and starts."""
         match fault:
             case Fail(call=call):
                 self._fails.setdefault(call, []).append(fault)

@@ -10,19 +10,19 @@ from greensched.driver.simulated.sm_split import Descriptor
 from greensched.driver.simulated.timeline import DeviceState, Operation, Signal, StreamQueue
 from greensched.typing import CacheConfig, CaptureMode, ContextFlags, Limit
 
-#: A recorded piece of work: makes the operation, anew at each launch of its graph.
+#: A recorded piece of work, which makes a new operation at each launch of its graph.
 Node = Callable[[], Operation]
 
 
 class Handle:
-    """A handle of one machine: refused by every other machine, and after its end."""
+    """A handle of one machine. It is refused by every other machine, and after its end."""
 
     owner: object = None
     alive = True
 
 
 class ThreadToken:
-    """Stands for a thread, as long as the thread lives."""
+    """Represents a thread, as long as the thread lives."""
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
@@ -32,9 +32,9 @@ class ThreadToken:
 
 
 class Context(Handle):
-    """A context that can be current: primary, of `create_context` (`own`), or a green one's view.
+    """A context that can be current: primary, own (`create_context`), or a green context's view.
 
-    `children` counts the streams and events of an own context; those of the others are counted with
+    `children` counts the streams and events of an own context. Those of other contexts count with
     the device.
     """
 
@@ -49,7 +49,7 @@ class Context(Handle):
         self.flags = ContextFlags.MAP_HOST
         self.limits: dict[Limit, int] = {}
         self.cache_config = CacheConfig.PREFER_NONE
-        #: Threads on which it is current. Weak: a thread that ends takes its stack with it.
+        #: Threads on which it is current. Weak, because a thread's end also ends its stack.
         self.threads: WeakSet[ThreadToken] = WeakSet()
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Context(Handle):
 class Green(Handle):
     """A green context: some SMs of a device, and the streams made from it.
 
-    `sm_count` is what the driver reports, which can differ from the SMs in `mask`.
+    `sm_count` is the number that the driver reports; it may differ from the SMs in `mask`.
     """
 
     def __init__(self, ident: int, primary: Context, made_of: Descriptor) -> None:
@@ -79,7 +79,7 @@ class Green(Handle):
 
 
 class Capture:
-    """A capture in progress: its thread, how strict it is, and its recorded nodes."""
+    """A capture in progress: its thread, its mode and its recorded nodes."""
 
     def __init__(self, mode: CaptureMode) -> None:
         self.mode = mode
@@ -134,7 +134,7 @@ class Event(Handle):
         self.captured: Capture | None = None
 
     def raise_error(self) -> None:
-        """Raise a failed reference of the recorded stream, once."""
+        """Raise the stream's reference error, once."""
         if self.stream is not None:
             self.stream.raise_error()
 

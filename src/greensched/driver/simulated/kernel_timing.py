@@ -22,9 +22,9 @@ from greensched.typing import Cost
 
 
 class KernelOp(Operation):
-    """A kernel: it queues for space on its SMs, and occupies it from its start on.
+    """A kernel. It queues for space on its SMs, and occupies the space from its start on.
 
-    Its fixed time comes first (or it runs until its `until` is true), then its work, which shares
+    First comes its fixed time (or it runs until its `until` is true), then its work, which shares
     SMs and bandwidth. `start` is when its first blocks had space.
     """
 
@@ -44,7 +44,7 @@ class KernelOp(Operation):
         self.cost = cost
         self.sms = sms
         self.cap = min(cost.sms or blocks, blocks, sms.bit_count())
-        self.part = part  # of an SM that a block occupies
+        self.part = part  # the fraction of an SM that a block occupies
         self.occupancy = min(blocks * part, self.cap)
         self.waves = blocks * part / self.occupancy
         self.priority = priority
@@ -52,23 +52,23 @@ class KernelOp(Operation):
         self.started = False
         self.working = False
         self.yields = False
-        #: Whether the end of a wave, or of the last full one, is scheduled.
+        #: Whether the end of the present wave, or of the last full one, is scheduled.
         self.watched = False
         self.is_last_wave = self.waves == int(self.waves)
         self.resident_since = 0  # when its present blocks began
-        self.done = 0.0  # of its fixed time, then of its work, from 0 to 1
-        self.speed = 0.0  # done per nanosecond
-        self.since = 0  # when `done` was last brought up to date
+        self.done = 0.0  # fraction done of its fixed time, then of its work
+        self.speed = 0.0  # fraction done per nanosecond
+        self.since = 0  # when `done` was last updated
         self.version = 0  # of its scheduled end: a change of speed makes the older one void
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Queue for space: the kernel starts as soon as those before it leave some."""
+        """Queue for space. The kernel starts once earlier kernels leave some."""
         self.stream.device.kernels[self] = None
         _share(timeline, self.stream.device)
         return StartResult.RUNNING
 
     def go(self, timeline: Timeline) -> None:
-        """Start its time: it has space."""
+        """Start the kernel, which now has space."""
         self.started = True
         self.start = self.since = self.resident_since = timeline.now
         if self.cost.until is not None:
@@ -80,15 +80,15 @@ class KernelOp(Operation):
 
     @property
     def limit(self) -> float:
-        """When it ends at the latest, though its `until` is still false."""
+        """When the kernel ends at the latest, even if its `until` is still false."""
         return self.start + (math.inf if self.cost.limit_ns is None else self.cost.limit_ns)
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """End: its `until` is true. The host may have seen that later than its limit."""
+        """End the kernel: its `until` is true. The host may notice this after the limit."""
         timeline.at(math.ceil(min(when, self.limit)), lambda: self._leave(timeline))
 
     def wait_for_space(self, timeline: Timeline, space: float) -> None:
-        """Go on with its fixed time: at full pace, unless it lost space to a more urgent kernel."""
+        """Continue its fixed time, at full pace unless a more urgent kernel took space from it."""
         if self.started and not self.working and self.cost.until is None and self.cost.fixed_ns:
             pace = min(1.0, space / self.occupancy) if self.yields else 1.0
             self.advance(timeline, pace / self.cost.fixed_ns)
@@ -103,12 +103,12 @@ class KernelOp(Operation):
         if speed == 0:  # displaced: it ends only once it has space again
             return
         version = self.version
-        # The small number keeps a rounding error from costing a whole nanosecond.
+        # The small number prevents a rounding error from costing a whole nanosecond.
         left = max(0, math.ceil((1.0 - self.done) / speed - 1e-6))
         timeline.at(timeline.now + left, lambda: self._advanced(timeline, version))
 
     def _advanced(self, timeline: Timeline, version: int) -> None:
-        """End its fixed time, or its work."""
+        """End the fixed time or the work."""
         if self.version != version:
             return
         if self.working:
@@ -117,7 +117,7 @@ class KernelOp(Operation):
             _share(timeline, self.stream.device)
 
     def _work(self, timeline: Timeline) -> bool:
-        """Begin the part that more SMs would make shorter; return whether there is one."""
+        """Begin the phase that more SMs would shorten; return whether there is one."""
         if self.cost.sm_ns <= 0 and self.cost.dram_bytes <= 0:
             if self.cost.fixed_ns:
                 self._leave(timeline)
@@ -129,9 +129,10 @@ class KernelOp(Operation):
         return True
 
     def watch(self, timeline: Timeline, *, urgent: bool) -> None:
-        """Schedule when its blocks leave space for a waiting kernel that is more urgent, or not.
+        """Schedule the time at which its blocks leave space for a waiting kernel.
 
-        That is the end of the present wave, or of the last full one.
+        For a more urgent kernel this is the end of the present wave, otherwise of the last full
+        one.
         """
         if self.watched or self.waves <= 1 or not self.speed:
             return
@@ -149,13 +150,13 @@ class KernelOp(Operation):
         timeline.at(when, lambda: self._wave_ended(timeline))
 
     def _progress(self, timeline: Timeline) -> tuple[float, float]:
-        """Return how much of its fixed time or work is done, and how many waves all of it has."""
+        """Return the fraction done of its fixed time or work, and the number of waves in it."""
         done = self.done + self.speed * (timeline.now - self.since)
-        # Fixed time is of whole waves; the last wave of work is as much shorter as it is smaller.
+        # Fixed time is in whole waves. The last wave of work is shorter in proportion to its size.
         return done, self.waves if self.working else math.ceil(self.waves)
 
     def _wave_ended(self, timeline: Timeline) -> None:
-        """Let waiting kernels into the space that a wave leaves."""
+        """Let waiting kernels use the space that a wave leaves."""
         self.watched = False
         device = self.stream.device
         if self not in device.kernels:
@@ -169,7 +170,7 @@ class KernelOp(Operation):
         _share(timeline, device)
 
     def _leave(self, timeline: Timeline) -> None:
-        """End, and give its space to the kernels that wait for it. Once."""
+        """End, and give its space to waiting kernels. Repeated calls do nothing."""
         device = self.stream.device
         if self in device.kernels:
             del device.kernels[self]
@@ -179,7 +180,7 @@ class KernelOp(Operation):
 
 
 def _share(timeline: Timeline, device: DeviceState) -> None:
-    """Give every kernel on a device its space and its speed, after the set of kernels changed."""
+    """Update the space and speed of all kernels on a device after their set has changed."""
     kernels = cast("list[KernelOp]", list(device.kernels))
     for kernel in kernels:
         if kernel.yields and not _is_preceded(kernel, kernels):
@@ -218,12 +219,12 @@ def _share(timeline: Timeline, device: DeviceState) -> None:
 
 
 def _is_preceded(kernel: KernelOp, kernels: list[KernelOp]) -> bool:
-    """Say whether a more urgent kernel is on its SMs."""
+    """Say whether a more urgent kernel uses one of its SMs."""
     return any(k.priority < kernel.priority and k.sms & kernel.sms for k in kernels)
 
 
 def _watch(timeline: Timeline, kernels: list[KernelOp], runs: list[bool]) -> None:
-    """Watch for the space that running kernels leave to those that have none."""
+    """Watch for space that running kernels will leave to kernels without space."""
     for waiting, run in zip(kernels, runs, strict=True):
         if run or waiting.started:
             continue

@@ -1,8 +1,8 @@
-"""The state of one simulated machine, and the checks that its driver calls share.
+"""The state of a simulated machine, and the checks that its driver calls share.
 
-A call is refused with an exception where a real driver would crash or block: a wrong or closed
-handle (`DriverMisuse`), a call that may block on an event loop's thread (`LoopWouldBlock`). Where
-a real driver returns a status, the simulated one does too.
+Where a real driver would crash or block, a call raises an exception: for a wrong or closed handle
+(`DriverMisuse`), and for a call that may block on an event loop's thread (`LoopWouldBlock`). Where
+a real driver returns a status, the simulated one returns it, too.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ SINCE: dict[Feature, tuple[int, int]] = {
     Feature.WRITE_VALUE: (13, 0),
 }
 
-#: Number of queued operations at which a launch blocks, as the launch queue of a real driver does.
+#: The number of queued operations at which a launch blocks, like a real driver's launch queue.
 QUEUE_DEPTH = 1024
-#: Stands for the device of contexts made by `create_context` and of their children: a primary
-#: context may end before them, so its leak check must not count them.
+#: The device number under which contexts of `create_context` and their children are counted. A
+#: primary context may end before them, so its leak check must not count them.
 OWN = -1
 
 
 class DriverClock(Protocol):
-    """What the simulated driver needs of its clock: `RealClock` or `VirtualClock`."""
+    """What the simulated driver needs from its clock: `RealClock` or `VirtualClock`."""
 
     virtual: bool
 
@@ -72,7 +72,7 @@ class DriverClock(Protocol):
 
 
 class PerThread(threading.local):
-    """What the driver keeps for each thread: its context stack and its capture mode."""
+    """The driver's state for each thread: its context stack and its capture mode."""
 
     def __init__(self) -> None:
         self.token = ThreadToken()
@@ -84,12 +84,12 @@ class Machine:
     """Devices, memory, contexts and captures of one simulated driver.
 
     Args:
-        devices: the models of its devices, in the order of their ordinals.
-        version: the CUDA version whose rules apply.
-        clock: a real or a virtual clock.
-        faults: the faults to inject.
-        without: features that the driver lacks.
-        strict_events: an event can be recorded only on streams of the context it was made in.
+        devices: The models of its devices, in the order of their ordinals.
+        version: The CUDA version whose rules apply.
+        clock: A real or a virtual clock.
+        faults: The faults to inject.
+        without: Features that the driver lacks.
+        strict_events: Whether an event can be recorded only on streams of its own context.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Machine:
         self.thread = PerThread()
         #: Captures in progress.
         self.captures: set[Capture] = set()
-        #: By device: the primary context, its number of users, and the flags set for it.
+        #: For each device: the primary context, its number of users, and its flags.
         self.primaries: dict[int, Context] = {}
         self.primary_users: dict[int, int] = {}
         self.primary_flags: dict[int, ContextFlags] = {}
-        #: The device whose account has each piece of pinned memory, by address.
+        #: For each piece of pinned memory, by address, the device that counts it.
         self.pinned: dict[int, int] = {}
         self.initialised = False
         self._closed = False
@@ -128,9 +128,9 @@ class Machine:
         self._live: Counter[tuple[int, str]] = Counter()
 
     def close(self) -> None:
-        """End the clock's work for this machine: queued work never runs. Idempotent.
+        """End the clock's work for this machine, so that queued work never runs. Idempotent.
 
-        A call that waits for such work, on whatever thread, returns DEINITIALIZED.
+        A call that waits for such work, on any thread, returns DEINITIALIZED.
         """
         if not self._closed:
             self._closed = True
@@ -141,7 +141,7 @@ class Machine:
     # -- checks --------------------------------------------------------------------------------
 
     def check_call(self, name: str, traits: CallTraits) -> None:
-        """Count a driver call, and refuse it where a real driver would crash or block."""
+        """Count a driver call, and refuse it if a real driver would crash or block."""
         if self._closed:
             raise from_status(4, name)
         if not self.initialised and name != "initialise":
@@ -153,7 +153,7 @@ class Machine:
             raise from_status(201, name, detail="no context is current on this thread")
 
     def count_call(self, name: str) -> None:
-        """Count a call for the fault script; delay it or fail it as the script says."""
+        """Count a call for the fault script, which may delay it or make it fail."""
         status, seconds = self.script.call(name)
         if seconds:
             self.clock.sleep(int(seconds * 1e9))
@@ -166,35 +166,35 @@ class Machine:
             raise LoopWouldBlock(what)
 
     def supports(self, feature: Feature) -> bool:
-        """Return whether this version has a feature and `without` does not name it."""
+        """Say whether this version has a feature that `without` does not exclude."""
         return feature not in self._without and self.version >= SINCE[feature]
 
     def require(self, feature: Feature, what: str, needs: str) -> None:
-        """Raise `NotSupported` where a feature is missing."""
+        """Raise `NotSupported` if a feature is missing."""
         if not self.supports(feature):
             major, minor = self.version
             without = " without it" if self._without else ""
             raise NotSupported(what, needs, f"a simulated CUDA {major}.{minor}{without}")
 
     def device(self, ordinal: int) -> DeviceState:
-        """Return the device of an ordinal; INVALID_DEVICE where there is none."""
+        """Return the device of an ordinal, or raise INVALID_DEVICE."""
         if not 0 <= ordinal < len(self.devices):
             raise from_status(101, f"device {ordinal}")
         return self.devices[ordinal]
 
     def usable_device(self, ordinal: int, what: str) -> DeviceState:
-        """Return the device of an ordinal; raise its fault, if it had one."""
+        """Return the device of an ordinal, or raise its fault."""
         device = self.device(ordinal)
         check_fault(device, what)
         return device
 
     @property
     def current(self) -> Context:
-        """The context that is current on this thread; there is one."""
+        """The context that is current on this thread, which must exist."""
         return self.thread.stack[-1]
 
     def current_device(self, what: str) -> DeviceState:
-        """Return the device of the current context; raise its fault, if it had one."""
+        """Return the device of the current context, or raise its fault."""
         return self.usable_device(self.current.device, what)
 
     # -- handles -------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Machine:
         return handle
 
     def expect(self, handle: object, kind: type[T], what: str) -> T:
-        """Return the handle, checked: of the right kind, of this machine, and not closed."""
+        """Return a handle that has the right kind and machine and is open, or raise."""
         if not isinstance(handle, kind):
             raise DriverMisuse(f"{what}: expected a {kind.__name__}, got {handle!r}")
         if getattr(handle, "owner", self) is not self:
@@ -215,7 +215,7 @@ class Machine:
         return handle
 
     def stream(self, handle: StreamHandle, what: str) -> SimulatedStream:
-        """Return the stream of a handle, usable: its context exists and its device has no fault."""
+        """Return the stream of a handle, if its context exists and its device has no fault."""
         stream = self.expect(handle, SimulatedStream, what)
         if stream.detached:
             raise from_status(917 if self.version >= (13, 1) else 709, what)
@@ -225,7 +225,7 @@ class Machine:
     # -- leak accounts -------------------------------------------------------------------------
 
     def live(self) -> Counter[str]:
-        """Return how many objects of each kind exist, over all devices."""
+        """Return how many objects of each kind exist on all devices."""
         total: Counter[str] = Counter()
         with self.timeline.lock:
             for (_, kind), number in self._live.items():
@@ -243,29 +243,30 @@ class Machine:
             return next(self._idents)
 
     def unregister(self, device: int, kind: str) -> None:
-        """Count an object of a device as gone."""
+        """Count an object of a device as ended."""
         with self.timeline.lock:
             self._live[device, kind] -= 1
 
     def register_child(self, context: Context, kind: str) -> int:
-        """Count a stream or event with its owner: the device, or a context of `create_context`."""
+        """Count a stream or event with its owner: its device, or a context of `create_context`."""
         if not context.own:
             return self.register(context.device, kind)
         context.children += 1
         return self.register(OWN, kind)
 
     def unregister_child(self, context: Context, kind: str) -> None:
-        """Count a stream or event as gone."""
+        """Count a stream or event as ended."""
         context.children -= context.own
         self.unregister(OWN if context.own else context.device, kind)
 
     # -- captures ------------------------------------------------------------------------------
 
     def refuse_during_capture(self, what: str) -> None:
-        """Refuse a call that is unsafe in a capture, and invalidate the captures it affects.
+        """Refuse a call that is unsafe during a capture, and invalidate the affected captures.
 
-        The thread's capture mode decides which those are, on every device: the rule is one of
-        threads. Source: cuThreadExchangeStreamCaptureMode in the driver API's manual.
+        The thread's capture mode determines these, on every device, because the rule concerns
+        threads.
+        Source: cuThreadExchangeStreamCaptureMode in the driver API's manual.
         """
         mode, thread = self.thread.capture_mode, threading.get_ident()
         if mode is CaptureMode.RELAXED:
@@ -282,7 +283,7 @@ class Machine:
 
     @staticmethod
     def refuse_on_capturing(stream: SimulatedStream, what: str) -> None:
-        """Refuse a call on a stream that is capturing, and invalidate that capture."""
+        """Refuse a call on a capturing stream, and invalidate the capture."""
         if stream.capture is not None:
             stream.capture.spoilt = True
             raise from_status(900, what, detail=f"{stream!r} is capturing")
@@ -297,7 +298,7 @@ class Machine:
     # -- work and waiting ----------------------------------------------------------------------
 
     def enqueue(self, stream: SimulatedStream, make: Node, what: str, latency: int = 0) -> None:
-        """Submit an operation to a stream, or record `make` where the stream is capturing."""
+        """Submit an operation to a stream; if the stream is capturing, record `make` instead."""
         if stream.capture is not None:
             stream.capture.nodes.append(make)
             return
@@ -314,10 +315,11 @@ class Machine:
     def wait_for_code_changes(self, device: DeviceState, what: str) -> None:
         """Wait while a thread waits to load or unload code of a device.
 
-        Launches, copies, records, limits, and making events, streams and pinned memory wait so, on
-        any stream; marks, waits, queries and a pool's memory do not. Source: an H200, driver 580,
-        asked while `cuKernelGetParamInfo`, `cuFuncLoad`, a first launch and `cuLibraryUnload`
-        waited beside a stuck stream (docs/measurements/h200-580/first-use-holds.json).
+        Launches, copies, records, limits, and making events, streams and pinned memory wait in this
+        way, on any stream; marks, waits, queries and a pool's memory do not. Source: an H200,
+        driver 580, tested while `cuKernelGetParamInfo`, `cuFuncLoad`, a first launch and
+        `cuLibraryUnload` waited beside a stuck stream
+        (docs/measurements/h200-580/first-use-holds.json).
         """
         if device.changes:
             self.refuse_on_event_loop(f"{what}, while code is loaded or unloaded,")
@@ -326,35 +328,35 @@ class Machine:
     def work_so_far(
         self, device: DeviceState, context: Context | None, *, counts_waits: bool = True
     ) -> Signal:
-        """Return a signal behind the present work of a context, or (None) of the whole device.
+        """Return a signal after the present work of a context, or (None) of the whole device.
 
         Args:
-            device: the device.
-            context: the context.
-            counts_waits: a stream that waits for an event has work, with nothing behind it, too.
+            device: The device.
+            context: The context.
+            counts_waits: Whether a stream's wait for an event is work even if nothing follows it.
         """
         with self.timeline.lock:
             streams = [s for s in device.streams.values() if _covers(context, s)]
             return self.timeline.follow([s for s in streams if counts_waits or not s.only_waits])
 
     def wait_for(self, signal: Signal, device: DeviceState, what: str) -> None:
-        """Block until a signal is done; raise the device's fault where it never will be."""
+        """Block until a signal is done; raise the device's fault if it never will be."""
         self.clock.wait(lambda: signal.done or device.fault is not None)
         check_fault(device, what)
 
     def wait_until_idle(self, device: DeviceState) -> None:
         """Block until all present work of a device is done, or the device has a fault.
 
-        Making a green context waits so, giving back pinned memory, unloading code, and a kernel's
-        first use; every other call that an H200 was asked beside a stream stuck in a kernel, or in
-        a wait for a word, returned (docs/measurements/h200-580/stuck-and-lost.json).
+        Making a green context, returning pinned memory, unloading code, and a kernel's first use
+        wait like this. All other calls that were tested on an H200 beside a stream stuck in a
+        kernel, or in a wait for a word, returned (docs/measurements/h200-580/stuck-and-lost.json).
         """
         if device.fault is None:
             signal = self.work_so_far(device, None)
             self.clock.wait(lambda: signal.done or device.fault is not None)
 
     def wait_to_change_code(self, device: DeviceState) -> None:
-        """Wait as `wait_until_idle`; meanwhile `wait_for_code_changes` blocks other calls."""
+        """Wait like `wait_until_idle`; meanwhile `wait_for_code_changes` blocks other calls."""
         with self.timeline.lock:
             device.changes += 1
         try:
@@ -366,14 +368,14 @@ class Machine:
 
 
 class Component:
-    """A group of driver calls, which keep their state in the machine."""
+    """A group of driver calls that keep their state in the machine."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
 
 def check_fault(device: DeviceState, what: str) -> None:
-    """Raise a device's fault again, as every call after it does; the first is its cause."""
+    """Raise a device's fault again, as all later calls do. The first fault is the cause."""
     fault = device.fault
     if fault is not None:
         again = from_status(fault.status, what, fault.name, f"after {fault}")
@@ -382,7 +384,7 @@ def check_fault(device: DeviceState, what: str) -> None:
 
 
 def _covers(context: Context | None, stream: StreamQueue) -> bool:
-    """Return whether the work of a context includes a stream's; a primary has its green ones'."""
+    """Say whether a context's work includes a stream's. A primary includes its green contexts."""
     if context is None:
         return True
     if context.own or context.green is not None:

@@ -19,7 +19,7 @@ from greensched.errors import DriverMisuse, OutOfMemory
 
 
 class Copy(Operation):
-    """A copy over one of the device's engines, which makes one copy at a time."""
+    """A copy over one of the device's engines. Each engine makes one copy at a time."""
 
     kind = "copy"
 
@@ -64,7 +64,7 @@ class Memory(Component):
         return MemoryPoolHandle(MemoryPool(device, self.machine))
 
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
-        """End a pool that has nothing in use."""
+        """Destroy a memory pool without memory in use."""
         machine = self.machine
         gone = machine.expect(pool, MemoryPool, "destroy_memory_pool")
         device = machine.devices[gone.device]
@@ -77,7 +77,7 @@ class Memory(Component):
         check_fault(device, "destroy_memory_pool")
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Return whether both are of one model, which has a link between devices."""
+        """Say whether both devices are of one model that has a link between devices."""
         one, other = (self.machine.device(ordinal).model for ordinal in (device, peer))
         return device != peer and one == other and one.peer_bandwidth > 0
 
@@ -93,7 +93,7 @@ class Memory(Component):
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
         machine = self.machine
         source = self._pool(pool, "allocate")
-        machine.stream(stream, "allocate")  # it may be of another device than the pool
+        machine.stream(stream, "allocate")  # the stream may belong to another device than the pool
         if nbytes <= 0:
             raise from_status(1, "allocate", detail=f"{nbytes} bytes")
         machine.refuse_during_capture("allocate")
@@ -109,7 +109,7 @@ class Memory(Component):
         return block.base
 
     def free(self, address: int, stream: StreamHandle) -> None:
-        """Invalidate the address at once; the pool gets the bytes behind the stream's work."""
+        """Invalidate the address now; the pool gets the bytes after the stream's work."""
         found = self.machine.stream(stream, "free")
         block = self.machine.space.remove(address, "free", pinned=False)
         pool = block.pool
@@ -147,7 +147,7 @@ class Memory(Component):
         return HostMemory(block.base, block.base, nbytes, block.data.data)
 
     def free_host(self, memory: HostMemory) -> None:
-        """End pinned memory, once nothing runs on its device."""
+        """Free pinned memory once its device is idle."""
         machine = self.machine
         owner = machine.pinned.get(memory.address)
         if owner is not None:
@@ -190,7 +190,7 @@ class Memory(Component):
         nbytes: int,
         stream: StreamHandle,
     ) -> None:
-        """Copy over the link between devices; refused where a real driver would use the host."""
+        """Copy over the link between devices. Refused if a real driver would use the host."""
         found = self.machine.stream(stream, "copy_peer")
         ends = (target, target_context), (source, source_context)
 
@@ -201,7 +201,7 @@ class Memory(Component):
         self._move(found, "peer", nbytes, found.device.model.peer_bandwidth, move)
 
     def _end(self, address: int, context: ContextHandle, nbytes: int, device: int) -> Bytes:
-        """Return one end of a copy between devices that a stream of `device` makes."""
+        """Return one end of a copy between devices on a stream of `device`."""
         owner = self.machine.expect(context, Context, "copy_peer")
         block = self.machine.space.find(address, nbytes, "copy_peer")
         if block.device != owner.device or block.pool is None:
@@ -244,7 +244,7 @@ class Memory(Component):
         bandwidth: float,
         prepare: Callable[[], Callable[[], None]],
     ) -> None:
-        """Submit a copy; `prepare` finds the memory, and returns what moves the bytes."""
+        """Submit a copy. `prepare` finds the memory, and returns what moves the bytes."""
         self.machine.wait_for_code_changes(stream.device, f"copy {path}")
 
         def make() -> Copy:

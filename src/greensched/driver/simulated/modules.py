@@ -1,4 +1,4 @@
-"""Libraries, kernels, and launches, which run a kernel's numpy reference."""
+"""Libraries, kernels, and launches, which run numpy references."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from greensched.typing import Cost, Dim3, LaunchFacts, Parameter
 
 
 class Library(Handle):
-    """A loaded image.
+    """A loaded code image.
 
-    `loaded` holds the primary contexts that have its code; green contexts share theirs.
+    `loaded` holds the primary contexts in which it is loaded; green contexts share their primary's.
     """
 
     def __init__(self, image: CodeImage) -> None:
@@ -43,7 +43,7 @@ class Library(Handle):
 
 
 class LibraryKernel:
-    """A kernel of a library. `warm` holds the contexts on which it was loaded or launched."""
+    """A kernel of a library. `warm` holds the contexts in which it was loaded or launched."""
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
         self.spec = spec
@@ -69,11 +69,11 @@ class Modules(Component):
     """Driver calls for code."""
 
     def load_code(self, image: CodeImage) -> LibraryHandle:
-        """Take the kernel specs of an image; its machine code is ignored."""
+        """Keep the kernel specs of an image; its machine code is ignored."""
         return LibraryHandle(self.machine.own(Library(image)))
 
     def unload_code(self, library: LibraryHandle) -> None:
-        """End a library and its kernels, once nothing runs on the devices that loaded it."""
+        """End a library and its kernels once the devices that loaded it are idle."""
         gone = self.machine.expect(library, Library, "unload_code")
         for context in tuple(self.machine.primaries.values()):
             if context.ident in gone.loaded:
@@ -88,7 +88,7 @@ class Modules(Component):
         return KernelHandle(found.kernels.setdefault(name, LibraryKernel(spec, found)))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
-        """Load the kernel, so that its first launch on the current context cannot block."""
+        """Load the kernel, so that its first launch in the current context cannot block."""
         context = self.machine.current
         device = self.machine.usable_device(context.device, "load_kernel")
         found = self._kernel(kernel, "load_kernel")
@@ -96,7 +96,7 @@ class Modules(Component):
         found.warm.add(context)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """Return (offset, size) of the parameters by CUDA's alignment rules; may be a first use."""
+        """Return each parameter's (offset, size) by CUDA's alignment rules. May be a first use."""
         found = self._kernel(kernel, "kernel_layout")
         if self.machine.thread.stack:
             device = self.machine.devices[self.machine.current.device]
@@ -109,7 +109,7 @@ class Modules(Component):
         return tuple(layout)
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
-        """Return the device's limits: a reference has no registers."""
+        """Return the device's limits, because a reference uses no registers."""
         self._kernel(kernel, "kernel_limits")
         facts = self.machine.device(device).model.facts(device)
         return KernelLimits(facts.max_threads_per_block, 0, 32, 0)
@@ -148,9 +148,9 @@ class Modules(Component):
         return launch
 
     def occupy(self, handle: StreamHandle, name: str, cost: Cost) -> None:
-        """Submit work to a fresh stream, behind the present work of the current context.
+        """Submit work to a fresh stream, after the present work of the current context.
 
-        It fills the SMs that it uses: no kernel begins there meanwhile.
+        It fills the SMs that it uses, so that no kernel begins there meanwhile.
         """
         machine = self.machine
         stream = machine.stream(handle, name)
@@ -167,12 +167,11 @@ class Modules(Component):
     def _load(self, kernel: LibraryKernel, device: DeviceState, what: str) -> None:
         """Load a library on a device at the first use of any of its kernels there.
 
-        That waits until nothing runs on the device. Source: the probe's
-        `first_launch_beside_a_latch`: a first launch took the 2 s for which a kernel ran in another
-        green context; one of a kernel used before took no time, also if that was in another green
-        context: in the probe, kernels begin on new contexts beside a loaded one without delay.
-        The first use is whichever comes first: a launch, `load_kernel`, or asking for a kernel's
-        parameters (stuck-and-lost.json).
+        This waits until the device is idle. Source: the probe's `first_launch_beside_a_latch`. A
+        first launch took the 2 s for which a kernel ran in another green context. A launch of a
+        kernel used before took no time, even if it was used in another green context: in the probe,
+        kernels begin in new contexts beside a loaded one without delay. The first use is a launch,
+        `load_kernel`, or a query of a kernel's parameters (stuck-and-lost.json).
         """
         primary = self.machine.primaries.get(device.ordinal)
         if primary is None or primary.ident in kernel.library.loaded:
@@ -209,7 +208,7 @@ class Modules(Component):
         facts: LaunchFacts,
         values: list[bytes],
     ) -> KernelOp:
-        """Make the operation of one start: at a launch, or at each launch of its graph."""
+        """Make the operation of one start, at a launch or at each launch of its graph."""
         spec = self._kernel(kernel, "launch").spec
         given = zip(spec.parameters, values, strict=True)
         arguments = [self._argument(spec.name, facts.device.ordinal, *pair) for pair in given]
@@ -249,7 +248,7 @@ class Modules(Component):
 
 
 def _read_values(spec: KernelSpec, parameters: int) -> list[bytes]:
-    """Copy the values behind `void **`."""
+    """Copy the values that a `void **` points to."""
     if not spec.parameters:
         return []
     pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
@@ -258,7 +257,7 @@ def _read_values(spec: KernelSpec, parameters: int) -> list[bytes]:
 
 
 def _evaluate_cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:
-    """Return the cost of a launch by its kernel's model, checked."""
+    """Return the checked cost of a launch, from its kernel's cost model."""
     assert spec.cost is not None
     try:
         cost = spec.cost(facts, *arguments)
@@ -269,7 +268,7 @@ def _evaluate_cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -
 
 
 def check_cost(name: str, cost: Cost) -> None:
-    """Raise InvalidRequest where a cost is not a valid `Cost`."""
+    """Raise InvalidRequest if a cost is not a valid `Cost`."""
     if not isinstance(cost, Cost):
         raise InvalidRequest(f"the cost of kernel {name!r} is {cost!r}: return a Cost")
     numbers = (
@@ -286,7 +285,7 @@ def check_cost(name: str, cost: Cost) -> None:
 
 
 def _check_geometry(name: str, grid: Dim3, block: Dim3, max_grid: Dim3) -> None:
-    """Answer INVALID_VALUE as a driver does. Source: return codes recorded on an RTX 3060."""
+    """Return INVALID_VALUE as a driver does. Source: return codes recorded on an RTX 3060."""
     fits = all(1 <= n <= most for n, most in zip(grid, max_grid, strict=True))
     threads = math.prod(block)
     if not fits or not 1 <= threads <= 1024 or min(block) < 1 or block[2] > 64:
@@ -294,7 +293,7 @@ def _check_geometry(name: str, grid: Dim3, block: Dim3, max_grid: Dim3) -> None:
 
 
 def _check_shared(kernel: LibraryKernel, device: int, nbytes: int) -> None:
-    """Answer INVALID_VALUE to more dynamic shared memory than the kernel has opted in to.
+    """Return INVALID_VALUE for more dynamic shared memory than the kernel has opted in to.
 
     Source: cuda.h, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """

@@ -1,4 +1,4 @@
-"""The real clock: modelled time is the host's monotonic time, and one thread keeps up with it."""
+"""The real clock: modelled time is the host's monotonic time, which one thread follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greensched.driver.host import HostServices
 from greensched.driver.simulated.timeline import Timeline
 from greensched.driver.status import from_status
 
-#: Seconds between two looks at the conditions that hold a kernel or stream.
+#: Seconds between two checks of the conditions that hold a kernel or stream.
 HELD_POLL_S = 250e-6
 #: Seconds without work after which the thread ends; the next work starts another.
 IDLE_S = 2.0
@@ -19,9 +19,9 @@ IDLE_S = 2.0
 class RealClock(HostServices):
     """Runs a timeline as time passes.
 
-    The device's thread does all work of the timeline, references included, so that no caller waits
-    for it. Where the host cannot keep up, results are seen later than they were due, and the
-    modelled times stay as they are.
+    The device's thread does all work of the timeline, including references, so that no caller waits
+    for it. If the host cannot keep up, results are seen late, but the modelled times do not
+    change.
     """
 
     virtual = False
@@ -40,7 +40,7 @@ class RealClock(HostServices):
         return self._timeline
 
     def detach(self, timeline: Timeline) -> None:
-        """End the thread, after its present action."""
+        """End the thread after its present action."""
         with self._work:
             self._closed = True
             self._work.notify()
@@ -51,7 +51,7 @@ class RealClock(HostServices):
         return time.monotonic_ns() - self._origin
 
     def poke(self) -> None:
-        """Wake the thread if something is due before it would. The caller holds the lock."""
+        """Wake the thread if something is due before its wake-up. The caller holds the lock."""
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(
                 target=self._run, name="greensched-simulated-gpu", daemon=True
@@ -62,11 +62,11 @@ class RealClock(HostServices):
             self._work.notify()
 
     def changed(self) -> None:
-        """Have waiting threads test their conditions. The caller holds the lock."""
+        """Have waiting threads check their conditions. The caller holds the lock."""
         self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Block the calling thread until a condition holds; `changed` has it tested."""
+        """Block the calling thread until a condition holds; `changed` triggers its check."""
         with self._changed:
             self.poke()
             self._changed.wait_for(lambda: ready() or self._closed)
@@ -87,10 +87,10 @@ class RealClock(HostServices):
             self._thread = None
 
     def _sleep(self) -> bool:
-        """Wait for the next thing that is due; return whether nothing was due for `IDLE_S`.
+        """Wait until something is due; return whether nothing was due for `IDLE_S`.
 
-        Work may come between the end of the wait and its taking the lock again: that notifies
-        nothing, so what is due is read anew.
+        Work may come after the end of the wait but before the lock is taken again. This notifies
+        nothing, so what is due is read again.
         """
         due = self._timeline.next_time()
         delay = IDLE_S if due is None else (due - self.now()) / 1e9

@@ -93,7 +93,7 @@ class Resources(Component):
         return ResourceHandle(sm_split.Workqueue(ordinal, self.machine))
 
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
-        """Return the configuration that a context was given; else its device's."""
+        """Return the configuration that a context was given, or else its device's."""
         self._require_workqueues()
         found = self.machine.expect(context, Context, "context_workqueue")
         given = found.green.workqueue if found.green is not None else None
@@ -128,7 +128,7 @@ class Resources(Component):
         return DescriptorHandle(sm_split.combine(parts, self.machine.version, self._whole))
 
     def create_green(self, descriptor: DescriptorHandle, device: int) -> GreenHandle:
-        """Make a green context, which retains the primary, once nothing runs on the device."""
+        """Make a green context, which retains the primary, once the device is idle."""
         machine = self.machine
         made_of = machine.expect(descriptor, sm_split.Descriptor, "create_green")
         if made_of.device != device:
@@ -143,11 +143,11 @@ class Resources(Component):
         return GreenHandle(green)
 
     def destroy_green(self, green: GreenHandle) -> None:
-        """End a green context whose streams have nothing in flight.
+        """End a green context whose streams have no work in flight.
 
-        An H200 also ends one that is current or has work in flight (`driver_edges`,
-        `destroy_in_flight`), and its streams can never be destroyed then. That is refused here,
-        as the interface forbids it. After a device fault the fault is not raised (`poison`).
+        An H200 also ends a context that is current or has work in flight (`driver_edges`,
+        `destroy_in_flight`), and its streams can then never be destroyed. Here it is refused, as
+        the interface forbids it. After a device fault the fault is not raised (`poison`).
         """
         machine = self.machine
         gone = machine.expect(green, Green, "destroy_green")
@@ -168,7 +168,7 @@ class Resources(Component):
         self._contexts.release_primary(gone.device)
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
-        """Return the same view each time."""
+        """Return the view, the same object each time."""
         return ContextHandle(self.machine.expect(green, Green, "green_context").view)
 
 

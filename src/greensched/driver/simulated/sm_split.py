@@ -1,22 +1,24 @@
 """SM resources of a simulated device, and the driver's rules for splitting and combining them.
 
-The rules, as an H200 answered under CUDA 13.0 (docs/measurements/h200-580, `splits`, `disjoint`,
-`nested_split`) and, for other versions, as driver-facts has them in section 2:
+The rules, as observed on an H200 under CUDA 13.0 (docs/measurements/h200-580, `splits`, `disjoint`,
+`nested_split`) and, for other versions, from section 2 of driver-facts:
 
-* A group of one co-scheduled set lies in one GPC: so an H200 has 15 of 8 SMs, and 12 left over.
-* A larger group takes the SMs of one GPC after the other, so there are total / size of them; 32 SMs
-  cut so can be cut again into only three sets of 8.
-* A request for every SM gets every SM, also where that is no multiple (132, `resources.txt`).
-* Every split starts from the same first SMs: two independent ones overlap.
+* A group of one co-scheduled set lies in one GPC, so an H200 has 15 groups of 8 SMs, and 12 SMs
+  remain.
+* A larger group takes the SMs of one GPC after another, so there are total / size groups; 32 SMs
+  from such a split can be split again into only three sets of 8.
+* A request for every SM gets every SM, even if that is no multiple (132, `resources.txt`).
+* Every split starts from the same first SMs, so independent splits overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
-* A descriptor takes several resources: under 13.0, as measured (`combine`), outputs of several
-  splits too, documented or not. From 13.1 on, outputs of one split and of equal alignment, and a
-  work-queue configuration, which may stand alone; from 13.4 on, of equal flags too.
-* A descriptor has every SM of its resources once, but counts an SM of two resources twice.
+* A descriptor takes several resources. Under 13.0, as measured (`combine`), these may be outputs of
+  several splits, documented or not. From 13.1 on they are outputs of one split and of equal
+  alignment, and a work-queue configuration, which may stand alone; from 13.4 on also of equal
+  flags.
+* A descriptor contains every SM of its resources once, but counts an SM of two resources twice.
 
-The structured split (13.1) was not measured on a GPU. By its documentation (cuda.h, 13.1 to 13.5):
-groups of different sizes, from left to right, nothing rounded; each of whole co-scheduled sets,
-which lie in one GPC here; with backfill, of one such set at least and of any other SMs.
+The structured split (13.1) was not measured on a GPU. Its documentation (cuda.h, 13.1 to 13.5)
+says: groups of different sizes, from left to right, without rounding; each of whole co-scheduled
+sets, which here lie in one GPC; with backfill, of at least one such set and any other SMs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CONNECTIONS = 8
 class Resource:
     """Some SMs of a device, as a bit mask of SM ids, and their origin.
 
-    `sm_count` is the number that the driver reports; 0: as many as the mask has.
+    `sm_count` is the number that the driver reports; 0 means as many as the mask has.
     """
 
     device: int
@@ -59,7 +61,7 @@ class Resource:
     def facts(self, version: Version) -> ResourceFacts:
         """Return the fields of the driver's struct.
 
-        The measured driver gives neither minimum nor alignment of a split's outputs, only of the
+        The measured driver reports neither minimum nor alignment for a split's outputs, only for
         contexts made of them (docs/measurements/h200-580/resources.txt).
         """
         is_output = self.origin in ("group", "remainder")
@@ -69,7 +71,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workqueue:
-    """A work-queue configuration of a device or context. It has no effect on time or order here."""
+    """A work-queue configuration of a device or context. It has no effect on time or order."""
 
     device: int
     owner: object = None
@@ -84,19 +86,19 @@ class Workqueue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptor:
-    """The resources of a green context to make. The driver has no call that frees one."""
+    """The resources for a green context. The driver has no call that frees a descriptor."""
 
     device: int
     mask: int
     sm_count: int
-    #: (least group, alignment) of its resources.
+    #: The (least group, alignment) of its resources.
     grain: tuple[int, int]
     owner: object = None
     workqueue: Workqueue | None = None
 
 
 def granularity(compute_capability: tuple[int, int]) -> tuple[int, int]:
-    """Return (least group, alignment) of a device resource. Source: programming guide, table 30."""
+    """Return a device resource's (least group, alignment). Source: programming guide, table 30."""
     if compute_capability >= (9, 0):
         return 8, 8
     return (4, 2) if compute_capability >= (8, 0) else (2, 2)
@@ -112,7 +114,7 @@ def whole_device(model: DeviceModel, device: int, owner: object = None) -> Resou
 def split_by_count(
     model: DeviceModel, source: Resource, groups: int | None, minimum: int, *, fine: bool
 ) -> tuple[list[Resource], Resource | None]:
-    """Cut equal groups of at least `minimum` SMs; return them and the remainder."""
+    """Make equal groups of at least `minimum` SMs; return them and the remainder."""
     _refuse_output(source)
     least, alignment = (2, 2) if fine else (source.minimum, source.alignment)
     size = -(-max(minimum, least) // alignment) * alignment
@@ -129,7 +131,7 @@ def split_by_count(
 def split(
     model: DeviceModel, source: Resource, groups: Sequence[SMGroup], version: Version
 ) -> tuple[list[Resource], Resource | None]:
-    """Cut the requested groups, from left to right; return them and the remainder."""
+    """Make the requested groups, from left to right; return them and the remainder."""
     _refuse_output(source)
     left, cut = source.mask, []
     for group in groups:
@@ -147,9 +149,9 @@ def _refuse_output(source: Resource) -> None:
 
 
 def _check_group(model: DeviceModel, group: SMGroup, own: int, total: int) -> None:
-    """Check one group, before its SMs are looked for."""
+    """Check one group before its SMs are chosen."""
     sms = group.sm_count
-    # The largest set: cuda.h, CU_DEV_SM_RESOURCE_GROUP_PARAMS.
+    # The largest set. Source: cuda.h, CU_DEV_SM_RESOURCE_GROUP_PARAMS.
     largest = 32 if model.compute_capability >= (9, 0) else 2
     if own % 2 or own > largest or group.preferred_coscheduled_sm_count > largest:
         raise _refused(f"co-scheduled sets have an even number of SMs, {largest} at most")
@@ -162,7 +164,7 @@ def _check_group(model: DeviceModel, group: SMGroup, own: int, total: int) -> No
 
 
 def _structured(model: DeviceModel, left: int, group: SMGroup, own: int, version: Version) -> int:
-    """Choose the SMs of one group of a structured split, from the remaining ones."""
+    """Choose the SMs of one group of a structured split from the remaining ones."""
     sets = _sets(model, left, own)
     # From 13.4 on, a group without a size or constraints may have every SM.
     free = version >= (13, 4) and not group.sm_count and not group.coscheduled_sm_count
@@ -179,7 +181,7 @@ def _structured(model: DeviceModel, left: int, group: SMGroup, own: int, version
 
 
 def _sets(model: DeviceModel, mask: int, size: int) -> list[int]:
-    """Return every whole set of `size` SMs of one GPC."""
+    """Return all whole sets of `size` SMs in one GPC."""
     gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
     return list(chain.from_iterable(_chunks(gpc, size) for gpc in gpcs))
 
@@ -187,7 +189,7 @@ def _sets(model: DeviceModel, mask: int, size: int) -> list[int]:
 def _made(
     source: Resource, cut: Sequence[tuple[int, int, int, int]], alignment: int
 ) -> tuple[list[Resource], Resource | None]:
-    """Make the outputs of one split, of (SMs, least group, alignment, flags) of each."""
+    """Make the outputs of one split from (SMs, least group, alignment, flags) of each."""
     ident, device, owner = next(_split_ids), source.device, source.owner
     groups = [
         Resource(device, mask, "group", low, step, ident, owner, flags=flags)
@@ -196,7 +198,7 @@ def _made(
     rest = source.mask & ~_union([mask for mask, *_ in cut])
     if not rest:
         return groups, None
-    # A remainder that is no whole number of sets has lost the alignment of the groups.
+    # A remainder that is not a whole number of sets has lost the groups' alignment.
     whole = rest.bit_count() % alignment == 0
     low, step = (alignment, alignment) if whole else (2, 2)
     return groups, Resource(device, rest, "remainder", low, step, ident, owner)
@@ -207,7 +209,7 @@ def combine(
     version: Version,
     whole: Callable[[int], Resource],
 ) -> Descriptor:
-    """Make one descriptor of several resources, where the driver allows it."""
+    """Combine several resources in one descriptor, if the driver allows it."""
     first = resources[0]
     if any(r.device != first.device for r in resources):
         raise _refused("resources of several devices")
@@ -217,7 +219,7 @@ def combine(
     parts = [r for r in resources if isinstance(r, Resource)] or [whole(first.device)]
     _check_parts(parts, version)
     masks = [r.mask for r in parts]
-    # An SM of two resources is counted twice, up to the device's SMs (measured: `alignment`).
+    # An SM of two resources counts twice, up to the device's SMs (measured: `alignment`).
     said = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
     grain = min(r.minimum for r in parts), min(r.alignment for r in parts)
     queue = queues[0] if queues else None
@@ -239,16 +241,16 @@ def _check_parts(parts: Sequence[Resource], version: Version) -> None:
 
 
 def _groups(model: DeviceModel, mask: int, size: int, *, whole_sets: bool) -> list[int]:
-    """Return every possible group of `size` SMs, in the order in which a split uses them."""
+    """Return all possible groups of `size` SMs, in the order in which a split uses them."""
     gpcs = [[sm for sm in gpc if mask >> sm & 1] for gpc in model.sms_of_gpcs()]
-    if whole_sets:  # one of each GPC, then another of each
+    if whole_sets:  # one set of each GPC, then another of each
         rows = zip_longest(*(_chunks(gpc, size) for gpc in gpcs), fillvalue=0)
         return [group for group in chain.from_iterable(rows) if group]
     return _chunks(list(chain.from_iterable(gpcs)), size)
 
 
 def _chunks(sms: Sequence[int], size: int) -> list[int]:
-    """Return masks of `size` SMs each, without the SMs that are left over."""
+    """Return masks of `size` SMs each, without the remaining SMs."""
     starts = range(0, len(sms) - size + 1, size)
     return [_union([1 << sm for sm in sms[i : i + size]]) for i in starts]
 

@@ -1,4 +1,4 @@
-"""Streams: work in order, and the marks and words by which its progress is known."""
+"""Streams: ordered work, and the marks and words that show its progress."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Streams(Component):
         return StreamHandle(stream)
 
     def destroy_stream(self, stream: StreamHandle) -> None:
-        """End a stream; its queued work still runs."""
+        """End a stream. Its queued work still runs."""
         machine = self.machine
         gone = machine.expect(stream, SimulatedStream, "destroy_stream")
         if gone.detached and machine.version < (13, 1):
@@ -66,16 +66,16 @@ class Streams(Component):
     def report_reference_errors(
         self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
-        """Have failures of references on a stream reported, instead of raised by its next wait."""
+        """Report failures of references on a stream, instead of raising them at its next wait."""
         found = self.machine.expect(stream, SimulatedStream, "report_reference_errors")
         found.on_error = report
 
     def stream_address(self, stream: StreamHandle) -> int:
-        """Return a number that stands for the stream."""
+        """Return a number that identifies the stream."""
         return address_of(self.machine.expect(stream, SimulatedStream, "stream_address").ident)
 
     def foreign_stream(self, address: int) -> StreamHandle:
-        """Return the stream of a number; a default stream is one without work."""
+        """Return the stream of a number. Default streams never have work."""
         machine = self.machine
         if address in (1, 2):
             if not machine.thread.stack:
@@ -113,7 +113,7 @@ class Streams(Component):
         signal = self._events.uncaptured(event, "wait_event").signal
         if signal is None:
             return
-        if found.capture is not None:  # nothing outside comes before a capture's work: error 905
+        if found.capture is not None:  # a capture cannot wait for work outside it: error 905
             found.capture.spoilt = True
             detail = f"{found!r} is capturing, and the event is not"
             raise from_status(905, "wait_event", detail=detail)
@@ -165,7 +165,7 @@ class Streams(Component):
 
 
 def address_of(ident: int) -> int:
-    """Return the number that stands for the stream of a `Span`."""
+    """Return the number that identifies the stream of a `Span`."""
     return 0x5100_0000 + ident
 
 

@@ -1,14 +1,14 @@
-"""The simulated device's timeline: streams, and the work on them, in modelled nanoseconds.
+"""The simulated device's timeline: streams and the work on them, in modelled nanoseconds.
 
-A discrete-event simulation. Each stream is a FIFO; its first operation begins when everything
-before it is done and what it waits for has come. This module has the rules of all operations; those
-that take time, kernels and copies, are in `operations`.
+This is a discrete-event simulation. Each stream is a FIFO. Its first operation begins when earlier
+work is done and what it waits for has come. This module has the rules of all operations; kernels,
+copies and graph launches are in `kernel_timing`, `memory` and `captures`.
 
-Two times are never mixed: the *modelled* time of an event decides what follows on the timeline; the
+Two times are never mixed. The *modelled* time of an event decides what follows on the timeline. The
 host's time to compute a kernel's reference only delays when the host sees the result (`Span.seen`).
 
 `Timeline.lock` guards everything here. An operation's effect (a kernel's reference, a copy's
-bytes) runs outside the lock, between its modelled end and its being seen.
+bytes) runs outside the lock, after its modelled end and before the host sees it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Protocol
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.errors import CUDAError, ReferenceFailed
 
-#: Nanoseconds after which the other devices of a process have a fault, too. Two H100 had it within
-#: 0.15 s, the device itself first; it was not measured more closely.
+#: Nanoseconds after which the other devices of a process have a fault, too. On two H100 it took
+#: less than 0.15 s, and the failed device was first; this was not measured more closely.
 SPREAD_NS = 1_000_000
 
 
@@ -49,10 +49,10 @@ class StartResult(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it happened, in nanoseconds of the driver's clock.
+    """One operation as it ran, in nanoseconds of the driver's clock.
 
-    `green` is 0 on the primary context; `sms` is a bit mask. `seen` is when the host could first
-    see the effect: never before `end`, and as much later as the host was late.
+    `green` is 0 for the primary context; `sms` is a bit mask. `seen` is when the host could first
+    see the effect: never before `end`, and later if the host was late.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Span:
 
 
 class Signal:
-    """A point on the timeline that is done once `missing` records have completed."""
+    """A point on the timeline, which is done once `missing` records have completed."""
 
     __slots__ = ("missing", "time", "waiting")
 
@@ -85,7 +85,7 @@ class Signal:
 
 
 class Operation:
-    """Work on a stream; it begins no earlier than `ready`."""
+    """Work on a stream, which begins no earlier than `ready`."""
 
     kind = "operation"
     nbytes = 0
@@ -101,11 +101,11 @@ class Operation:
         raise AssertionError(self)
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """Continue: its condition in `Timeline.held` was true at `when`."""
+        """Continue, because its condition in `Timeline.held` was true at `when`."""
         raise AssertionError(self)
 
     def effect(self) -> CUDAError | None:
-        """Change memory, without the lock, after its end; or return the fault it ends in."""
+        """Change memory after the end, without the lock; or return the fault that ends it."""
 
 
 class StreamQueue:
@@ -118,9 +118,9 @@ class StreamQueue:
         self.sms = sms
         self.queue: deque[Operation] = deque()
         self.current: Operation | None = None
-        #: Whether it was destroyed: its device forgets it when its work is done.
+        #: Whether it was destroyed. Its device forgets it once its work is done.
         self.ended = False
-        #: Is told of failed references; None: the next wait for the stream raises the first.
+        #: Called with failed references. None: the next wait for the stream raises the first one.
         self.on_error: Callable[[Exception], None] | None = None
         self._error: Exception | None = None
 
@@ -131,7 +131,7 @@ class StreamQueue:
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing is queued or running but waits for events."""
+        """Whether all its queued or running operations are waits for events."""
         return all(isinstance(each, WaitOp) for each in (self.current, *self.queue) if each)
 
     def report_error(self, error: Exception) -> None:
@@ -142,14 +142,14 @@ class StreamQueue:
             self._error = error
 
     def raise_error(self) -> None:
-        """Raise the failed reference that was kept, once."""
+        """Raise the kept error of a failed reference, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 class DeviceState:
-    """One device: its streams, kernels in the order they came, copy engines, and its fault."""
+    """One device: its streams, its kernels in order of arrival, copy engines, and its fault."""
 
     def __init__(self, ordinal: int, model: DeviceModel) -> None:
         self.ordinal = ordinal
@@ -158,15 +158,15 @@ class DeviceState:
         self.kernels: dict[Operation, None] = {}
         self.engines: dict[str, deque[Operation]] = {}
         self.fault: CUDAError | None = None
-        #: The devices of its process: a fault of one ends CUDA on all of them. Two H100 with driver
-        #: 580 showed it of an illegal address (docs/measurements/h100-580/README.md).
+        #: The devices of its process, on all of which a fault of one ends CUDA, as two H100 with
+        #: driver 580 showed after an illegal address (docs/measurements/h100-580/README.md).
         self.process: Sequence[DeviceState] = (self,)
         #: How many threads wait to load or unload code.
         self.changes = 0
 
 
 class InstantOp(Operation):
-    """An operation that takes no time: a mark, a record, a free. Its action gets the time."""
+    """An operation that takes no time: a mark, a record, a free. The action gets the time."""
 
     kind = "instant"
 
@@ -207,7 +207,7 @@ class PollOp(Operation):
         self.until = until
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Pass, or have the condition evaluated whenever memory may have changed."""
+        """Pass, or have the condition checked whenever memory may have changed."""
         if self.until():
             timeline.held.pop(self, None)
             return StartResult.DONE
@@ -220,26 +220,27 @@ class PollOp(Operation):
 
 
 class Timeline:
-    """Every device and stream of one driver, and what is due on them."""
+    """All devices and streams of one driver, and the actions due on them."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        #: Re-entrant: a finaliser may submit work on a thread that is in here.
+        #: Re-entrant, because a finaliser may submit work on a thread that holds it.
         self.lock = threading.RLock()
         self.now = 0
-        #: Operations held by a condition in memory. Nothing says when it changes, so it is polled.
+        #: Operations held by a condition in memory, which is polled because changes are not
+        #: signalled.
         self.held: dict[Operation, Callable[[], bool]] = {}
         self.on_span: Callable[[Span], None] | None = None
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._ended: deque[Operation] = deque()
-        #: Whether a host could see a change: an operation is done, or a device failed.
+        #: Whether the host could see a change: an operation is done, or a device failed.
         self._changed = False
 
     # Everything below is called with the lock held.
 
     def submit(self, stream: StreamQueue, operation: Operation, latency: int = 0) -> None:
-        """Put an operation on a stream, now."""
+        """Submit an operation to a stream now."""
         operation.stream = stream
         operation.enqueued = self.clock.now()
         operation.ready = operation.enqueued + latency
@@ -249,7 +250,7 @@ class Timeline:
             self.clock.poke()
 
     def follow(self, streams: Iterable[StreamQueue]) -> Signal:
-        """Return a signal behind all present work of the streams."""
+        """Return a signal after all present work of the streams."""
         busy = [stream for stream in streams if not stream.idle]
         signal = Signal(len(busy))
         signal.time = self.clock.now()
@@ -258,14 +259,14 @@ class Timeline:
         return signal
 
     def next_time(self) -> int | None:
-        """Return when the next thing is due, in modelled time."""
+        """Return the modelled time at which something is due next."""
         return self._due[0][0] if self._due else None
 
     def run(self, until: int) -> bool:
-        """Bring the timeline up to `until`; return whether a host can see a change.
+        """Advance the timeline to `until`; return whether the host can see a change.
 
-        The phases of a kernel before its end are none: a loop that was woken for each of them
-        would poll its streams in vain.
+        A kernel's phases before its end do not count: a loop that was woken for each phase would
+        poll its streams in vain.
         """
         self._changed = False
         self._poll_held(by_host=True)
@@ -275,7 +276,7 @@ class Timeline:
             action()
             while self._ended:
                 self._finish(self._ended.popleft())
-            if self.held:  # the device itself may have written the word
+            if self.held:  # the device itself may have changed the word
                 self._poll_held(by_host=False)
         return self._changed
 
@@ -316,9 +317,9 @@ class Timeline:
                 self.at(self.now, lambda stream=stream: self.pump(stream))  # type: ignore[misc]  # a lambda's default is not inferred
 
     def fail(self, device: DeviceState, fault: CUDAError) -> None:
-        """Fail a device, and soon the others of its process.
+        """Fail a device, and soon afterwards the other devices of its process.
 
-        Its queued and running work never ends, and nothing begins again.
+        Its queued and running work never ends, and no work begins any more.
         """
         self._fail_one(device, fault)
         for other in device.process:
@@ -337,10 +338,10 @@ class Timeline:
         if not self.held:
             return
         free = [operation for operation in tuple(self.held) if self._is_free(operation)]
-        # The host's time is read after its words: nothing continues before it was released.
+        # Read the host's time after its words, so that nothing continues before its release.
         when = max(self.now, self.clock.now()) if by_host else self.now
         for operation in free:
-            if self.held.pop(operation, None) is not None:  # else its device failed meanwhile
+            if self.held.pop(operation, None) is not None:  # otherwise its device has failed
                 operation.resume(self, when)
 
     def _is_free(self, operation: Operation) -> bool:
@@ -351,7 +352,7 @@ class Timeline:
             return True
 
     def _finish(self, operation: Operation) -> None:
-        """Finish an operation that has ended, now: its effect, its trace, and what follows it."""
+        """Finish an operation that has just ended: its effect, its trace, and its successors."""
         stream, end = operation.stream, self.now
         self._changed = True
         if stream.device.fault is not None:
@@ -380,7 +381,7 @@ class Timeline:
         self.pump(stream)
 
     def _effect(self, operation: Operation) -> CUDAError | None:
-        """Run an effect without the lock; a reference's exception fails its stream alone."""
+        """Run an effect without the lock. A reference's exception fails only its stream."""
         self.lock.release()
         try:
             return operation.effect()

@@ -1,14 +1,14 @@
-"""The virtual clock: time passes only when no thread has anything to do.
+"""The virtual clock: time passes only when no thread has work to do.
 
 Threads take turns. Each *participant* (a loop's thread, a library thread) runs only while it has
-the turn, and gives it up where it would wait: a loop with nothing ready, a thread at its mailbox or
-in a driver call that blocks. A seeded generator draws the next one, so a program gives the same
-interleaving for the same seed. When every participant waits, time jumps to the next thing that is
-due: a device event, a timer, a deadline. An hour costs no more than the work in it.
+the turn, and gives the turn up where it would wait: in a loop with nothing ready, at a mailbox or
+in a blocking driver call. A seeded generator chooses the next participant, so a program has the
+same interleaving for the same seed. When every participant waits, time jumps to the next due device
+event, timer or deadline. An hour costs no more than the work in it.
 
 `clock.run(main)` runs a program under it, on asyncio or trio. Threads that the clock does not know
-(`asyncio.to_thread`, a test's own) run beside it, and time does not wait for them: use
-`partition.run`. Several asyncio loops may share a clock; of trio, one.
+(`asyncio.to_thread`, a test's own) run outside it, and time does not wait for them; use
+`partition.run` instead. Several asyncio loops may share a clock, but only one trio run.
 
 Lock order: the clock's lock, then a timeline's.
 """
@@ -47,16 +47,16 @@ def _never() -> bool:
 
 
 class Participant:
-    """A thread that takes turns: its condition, its deadline, and the gate at which it waits."""
+    """A thread that takes turns, with its condition, its deadline, and the gate where it waits."""
 
     def __init__(self, name: str, *, loop: bool = False) -> None:
         self.name = name
         self.loop = loop
         self.ready: Callable[[], bool] = _always
         self.deadline: int | None = None
-        #: Whether this loop must look for new work: another thread may have left some.
+        #: Whether this loop must look for new work, which another thread may have left.
         self.woken = False
-        #: Nothing is due on the clock: only files and sockets can make the loop ready.
+        #: Whether nothing is due on the clock, so that only files and sockets can make it ready.
         self.listen = False
         self.looks: list[Callable[[], None]] = []
         self._gate = threading.Lock()
@@ -72,7 +72,7 @@ class Participant:
         self._gate.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """Wait for its turn, at most so many real seconds; negative: without a limit."""
+        """Wait for the turn, for at most this many real seconds; negative means no limit."""
         return self._gate.acquire(timeout=seconds)
 
 
@@ -80,7 +80,7 @@ class VirtualClock:
     """Deterministic time for any number of simulated drivers.
 
     Args:
-        seed: decides the order in which runnable threads run.
+        seed: Determines the order in which runnable threads run.
     """
 
     virtual = True
@@ -88,7 +88,7 @@ class VirtualClock:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._random = random.Random(seed)
-        #: Re-entrant: a finaliser may wake a loop on a thread that holds it.
+        #: Re-entrant, because a finaliser may wake a loop on a thread that holds it.
         self._lock = threading.RLock()
         self._now = 0
         self._timelines: list[Timeline] = []
@@ -110,7 +110,7 @@ class VirtualClock:
         return timeline
 
     def detach(self, timeline: Timeline) -> None:
-        """Forget a timeline: nothing on it happens any more, and what waits for that is woken."""
+        """Forget a timeline. Nothing happens on it any more, and its waiters are woken."""
         with self._lock:
             if timeline in self._timelines:
                 self._timelines.remove(timeline)
@@ -121,12 +121,12 @@ class VirtualClock:
         return self._now
 
     def poke(self) -> None:
-        """Do nothing: new work is found when every participant waits."""
+        """Do nothing, because new work is found when every participant waits."""
 
     changed = poke
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Block the calling thread until a condition holds; it counts as idle meanwhile."""
+        """Block the calling thread until a condition holds. It counts as idle meanwhile."""
         self._pause(ready, None)
 
     def sleep(self, nanoseconds: int) -> None:
@@ -138,7 +138,7 @@ class VirtualClock:
         return _Mailbox(self)
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Start a daemon thread that takes turns; it waits for its first."""
+        """Start a daemon thread that takes turns, and waits for its first turn."""
         participant = Participant(name)
         with self._lock:
             self._participants.append(participant)
@@ -157,7 +157,7 @@ class VirtualClock:
         return thread
 
     def subscribe(self, look: Callable[[], None]) -> Callable[[], None]:
-        """Call `look` on this loop's thread when a device progressed while the loop was idle."""
+        """Call `look` on this loop's thread after a device progressed while the loop was idle."""
         participant = self._participant()
         if participant is None or not participant.loop:
             raise DriverMisuse(
@@ -167,7 +167,7 @@ class VirtualClock:
         return functools.partial(participant.looks.remove, look)
 
     def wake(self, participant: Participant | None) -> None:
-        """Make a loop look for work; restart the clock if every participant waited."""
+        """Make a loop look for work; restart the clock if every participant was waiting."""
         with self._lock:
             if participant is not None:
                 participant.woken = True
@@ -200,7 +200,7 @@ class VirtualClock:
 
     @contextmanager
     def taking_turns(self, participant: Participant) -> Iterator[None]:
-        """Make the calling thread a participant, which has the turn when the block begins."""
+        """Make the calling thread a participant that has the turn at the begin of the block."""
         self._refuse_participants()
         self._enter(participant)
         self._mine.participant = participant
@@ -215,7 +215,7 @@ class VirtualClock:
         return self._now / 1e9
 
     def yield_turn(self, participant: Participant) -> None:
-        """Let other participants run before a loop with work ready, if they are drawn."""
+        """Let other participants run before a loop that has work, if they are chosen."""
         with self._lock:
             if not any(a is not participant and a.can_run(self._now) for a in self._participants):
                 return
@@ -224,7 +224,7 @@ class VirtualClock:
         participant.wait()
 
     def wait_idle(self, participant: Participant, timeout: float | None) -> float:
-        """Wait in a loop with nothing ready; return how long it then polls files and sockets."""
+        """Wait in an idle loop; return for how long the loop must then poll files and sockets."""
         deadline = None
         if timeout is not None and timeout < math.inf:
             deadline = self._now + max(0, math.ceil(timeout * 1e9))
@@ -254,7 +254,7 @@ class VirtualClock:
         if participant is None:
             self._pause_foreign(ready, deadline)
             return
-        while not over():  # a loop's thread is also woken for its loop
+        while not over():  # because a loop's thread is also woken for its loop
             with self._lock:
                 participant.ready, participant.deadline = ready, deadline
                 self._wake_loops(but=participant)
@@ -262,7 +262,7 @@ class VirtualClock:
             participant.wait()
 
     def _pause_foreign(self, ready: Callable[[], bool], deadline: int | None) -> None:
-        """Wait in a thread that does not take part; afterwards it runs beside the clock again."""
+        """Wait in a thread that is no participant; afterwards it runs outside the clock again."""
         if ready():
             return
         participant = Participant("a foreign thread")
@@ -272,11 +272,11 @@ class VirtualClock:
             if self._running is None:
                 self._hand_over()
         while not participant.wait(LISTEN_S):
-            self.wake(None)  # another foreign thread may have written what a device waits for
+            self.wake(None)  # another such thread may have written what a device waits for
         self._leave(participant)
 
     def _wake_loops(self, but: Participant | None = None) -> None:
-        """Wake the loops after a thread ran: it may have left work (trio's queue is silent)."""
+        """Wake the loops after a thread ran, which may have left work (trio's queue is silent)."""
         for participant in self._participants:
             participant.woken = participant.woken or (participant.loop and participant is not but)
 
@@ -297,7 +297,7 @@ class VirtualClock:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the turn to a participant that can run; let time pass until one can."""
+        """Give the turn to a participant that can run; let time pass until there is one."""
         self._deciding = True
         try:
             self._running = self._next()
@@ -318,13 +318,13 @@ class VirtualClock:
         loops = [participant for participant in self._participants if participant.loop]
         if not loops:
             return None
-        self._listened += 1  # each in turn: any may have files and sockets of its own
+        self._listened += 1  # in turns, because each loop may have its own files and sockets
         chosen = loops[self._listened % len(loops)]
         chosen.listen = True
         return chosen
 
     def _advance(self) -> bool:
-        """Let time pass until a host can see a change or a deadline; false if nothing is due."""
+        """Let time pass until a change or a deadline that matters; False if nothing is due."""
         deadlines = [a.deadline for a in self._participants if a.deadline is not None]
         first = min(deadlines, default=math.inf)
         while not self._run_devices():
@@ -357,7 +357,7 @@ class _Mailbox:
         self._items: deque[Any] = deque()
 
     def put(self, item: Any) -> None:
-        """Add an item; the reader is runnable from here on."""
+        """Add an item, which makes the reader runnable."""
         self._items.append(item)
         self._clock.wake(None)
 
@@ -375,7 +375,7 @@ async def _call(main: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> 
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that asks the clock to pass the time instead of sleeping."""
+    """A selector that lets the clock pass time instead of sleeping."""
 
     def __init__(self, clock: VirtualClock, participant: Participant) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class _Selector(selectors.DefaultSelector):
         self._participant = participant
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return ready files; where there are none, let the clock pass time."""
+        """Return ready files; if there are none, let the clock pass time."""
         if timeout is not None and timeout <= 0:
             self._clock.yield_turn(self._participant)
             return super().select(0)
@@ -410,7 +410,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
             super().run_forever()
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Shut down as asyncio does, without a time limit: those threads live in real time."""
+        """Shut down as asyncio does, but without a time limit: those threads live in real time."""
         await super().shutdown_default_executor()
 
     def call_soon_threadsafe(
@@ -419,7 +419,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """Schedule as asyncio does; the loop is runnable from here on."""
+        """Schedule as asyncio does, which makes the loop runnable."""
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         self._virtual_clock.wake(self._participant)
         return handle
