@@ -1,4 +1,4 @@
 """Capacity planning: traffic against the real scheduler and pool, in virtual time.
 
-The command `greensched simulate` uses it. It uses the pool as any program does.
+The command `greensched simulate` uses it. It uses the pool as any program would.
 """

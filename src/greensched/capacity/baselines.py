@@ -1,4 +1,4 @@
-"""Strategies without a pool: plain streams on the primary context, and gates before them."""
+"""Strategies without a pool: plain streams in the primary context, with or without gates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from greensched.driver.simulated import Span
 
 
 class StreamClient:
-    """Submits to a stream of its own; nothing protects it from other streams."""
+    """Submits to its own stream, which nothing protects from other streams."""
 
     def __init__(
         self, machine: Machine, launch: Launch, device: int, service: str, strategy: Streams
@@ -56,26 +56,26 @@ class StreamClient:
 
 @dataclass
 class Streams:
-    """B1, B2, B5: a stream for each class, on all SMs, or with a cap for the lower classes.
+    """B1, B2, B5: a stream for each class, on all SMs, or on fewer SMs for lower classes.
 
-    With priorities, a pending kernel of a higher class starts before those of lower ones, and at
-    the end of a wave of blocks before the rest of a running one.
+    With priorities, a pending kernel of a higher class starts before those of lower classes, and
+    at the end of a wave of blocks it precedes the rest of a running kernel.
     """
 
     name: str = "streams"
     about: str = "B1 plain streams"
-    #: The fraction of the SMs for classes below the highest, as MPS's active thread percentage.
+    #: The fraction of the SMs for classes below the highest, like MPS's active thread percentage.
     cap: float = 1.0
     #: Whether higher classes have streams of higher priority.
     prioritised: bool = False
-    #: As the members of a `Client`.
+    #: See the members of `Client`.
     target_aware: bool = False
     blocks: int = 0
     _launches: dict[tuple[int, str], Launch] = field(default_factory=dict, repr=False)
 
     @property
     def batching(self) -> Batching | None:
-        """How its programs batch; None if prompts and tokens are independent."""
+        """How its programs batch. None: prompts and tokens are independent."""
         return None
 
     def prepare(self, machine: Machine) -> None:
@@ -115,7 +115,8 @@ class Streams:
 class Batched(Streams):
     """One engine on the whole device that batches prompts and tokens, as serving programs do.
 
-    Fair: it minds targets, a fused pass reads the weights once, and prompts share passes.
+    Made comparable: it schedules by targets, a fused pass reads the weights once, and prompts
+    share passes.
     """
 
     target_aware: bool = True
@@ -143,7 +144,7 @@ class SemaphoreClient:
 
 @dataclass
 class Permits(Streams):
-    """B4, B6: plain streams behind a semaphore for each device; of one permit, it is a mutex."""
+    """B4, B6: plain streams with a semaphore for each device; with one permit it is a mutex."""
 
     permits: int = 1
 
@@ -156,7 +157,7 @@ class Permits(Streams):
 
 
 class Gate:
-    """Counts the passes at work on a device by priority; lower ones wait for higher ones."""
+    """Counts the running passes of a device by priority. Lower ones wait for higher ones."""
 
     def __init__(self, highest: int) -> None:
         self.busy: dict[int, int] = {}
@@ -168,7 +169,7 @@ class Gate:
         self.busy[priority] = self.busy.get(priority, 0) + 1
 
     def leave(self, priority: int) -> None:
-        """Count it out, and wake the waiting passes."""
+        """Remove a pass from the count, and wake the waiting passes."""
         self.busy[priority] -= 1
         waiting, self._changed = self._changed, []
         for future in waiting:
@@ -180,7 +181,7 @@ class Gate:
         return priority >= self._highest
 
     async def wait(self, priority: int) -> None:
-        """Wait until no pass of a higher priority is at work."""
+        """Wait until no pass of a higher priority is running."""
         while any(number for above, number in self.busy.items() if above > priority):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._changed.append(future)
@@ -188,7 +189,7 @@ class Gate:
 
 
 class GatedClient:
-    """Submits no piece while a higher class is at work."""
+    """Submits no piece while a higher class is working."""
 
     def __init__(self, inner: Client, gate: Gate, priority: int) -> None:
         self.target_aware = getattr(inner, "target_aware", False)
@@ -253,8 +254,8 @@ def baselines() -> dict[str, Strategy]:
     }
 
 
-#: The parameter of a strategy that is swept, and its values: each run reports the best. `blocks` is
-#: swept only with prompts and tokens: no other class has blocks.
+#: The swept parameter of a strategy and its values; each run reports the best. `blocks` is swept
+#: only with prompts and tokens, because no other class has blocks.
 SWEPT: dict[str, tuple[str, tuple[float, ...]]] = {
     "priority": ("blocks", (1, 4, 16)),
     "mps": ("cap", (0.25, 0.5, 0.75)),

@@ -1,26 +1,26 @@
-"""A clairvoyant's prefill and decode on the same devices: an estimate of what can be gained.
+"""A clairvoyant's prefill and decode on the same devices: an estimate of what is possible.
 
-A fluid that knows every request beforehand, has no launch costs and no granularity of work; all
-devices of a pool are one. It is an estimate and no upper bound: a clairvoyant could do better in
-ways that this one does not, such as refusing requests of many tokens, whose decoding takes most of
-the time, rather than long prompts; stopping all decoding for seconds, which makes one token of each
-running request late; or batching prompts with tokens (`engine`).
+This is a fluid model. It knows every request in advance, has no launch costs and no granularity of
+work, and treats all devices of a pool as one. It is an estimate and no upper bound: a clairvoyant
+could do better in other ways. It could refuse requests of many tokens, whose decoding takes most of
+the time, rather than long prompts; stop all decoding for seconds, which makes one token of each
+running request late; or batch prompts with tokens (`engine`).
 
-*Speed.* At each moment a device computes on some SMs for one class and on others for the other, or
-on all of them for one. Its average is a point of the concave hull of these (`Frontier`), with
-interference as published.
+*Speed.* At each moment a device computes for one class on some SMs and for the other on the rest,
+or for one on all of them. Its average is a point of the concave hull of these (`Frontier`), with
+the published interference.
 
-*Decoding* takes one step for each gap of its target, of all requests together in as few batches as
-possible; requests without a place in a batch wait. One in a hundred tokens may be late; the fluid
-is slower by as much. It decodes a prompt from the time its first token is due, and before that only
-with capacity that no prompt needs.
+*Decoding* takes one step per gap of its target, of all requests together in as few batches as
+possible; requests without a place in a batch wait. One in a hundred tokens may be late, so the
+fluid decodes more slowly by that fraction. It decodes a prompt from the time its first token is
+due; before that only with capacity that no prompt needs.
 
 *Which prompts.* All prompts have the same target, so they are read in the order of arrival. A
-prompt that cannot be in time is found when it is due. Then the fluid gives up the prompt without
-which the others are done soonest, possibly one that was read already, among those since the queue
-was last empty, which leaves the most of them: Kise, Ibaraki and Mine, A solvable case of the
-one-machine scheduling problem with ready and due times (Operations Research 26, 1978). A prompt
-that was given up is not decoded any more.
+prompt that cannot be in time is found when it is due. Then the fluid gives up one prompt among
+those since the queue was last empty, possibly one that was already read: the prompt without which
+the others are done soonest. This keeps the most prompts: Kise, Ibaraki and Mine, A solvable case of
+the one-machine scheduling problem with ready and due times (Operations Research 26, 1978). A prompt
+that was given up is no longer decoded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from greensched.capacity.metrics import MUST_MEET, WARM_UP
 from greensched.capacity.traffic import Arrival, Traffic
 from greensched.capacity.workload import ServiceProfile
 
-#: Seconds of one step of the fluid.
+#: Seconds of one step of the model.
 STEP = 0.010
-#: SMs between two splits: no device is cut more finely, so no split is missed.
+#: SMs between two tested splits. No device is split more finely, so none is missed.
 GRAIN = 2
 
 
@@ -49,17 +49,17 @@ class Frontier:
     """The speed of one class by the speed of another, in whole devices: a concave hull of splits.
 
     Args:
-        first: the curve of the class whose speed is given.
-        second: the curve of the other class.
-        sms: the SMs of each device.
-        guard: interference between the two.
+        first: The curve of the class whose speed is given.
+        second: The curve of the other class.
+        sms: The SMs of each device.
+        guard: The interference between the two.
     """
 
     def __init__(
         self, first: SpeedupCurve, second: SpeedupCurve, sms: Sequence[int], guard: Guard
     ) -> None:
         hulls = [_hull(first, second, each, guard) for each in sms]
-        # The sum of the hulls consists of all their edges, the flattest first.
+        # The sum of the hulls consists of all their edges, flattest first.
         edges = sorted(
             (
                 ((y1 - y0) / (x1 - x0), x1 - x0)
@@ -83,7 +83,7 @@ class Frontier:
 
     @property
     def most(self) -> float:
-        """The speed of the first class by itself."""
+        """The speed of the first class alone."""
         return self._x[-1]
 
 
@@ -127,12 +127,12 @@ def attainment(
     """Estimate the fraction of prompts that can have their first token in time.
 
     Args:
-        traffic: the requests.
-        services: a class of role prefill, and one of role decode.
-        sms: the SMs of each device.
-        latency: the target of each class, in seconds.
-        guard: interference between the classes.
-        seconds: the length of the traffic; requests in its first tenth do not count.
+        traffic: The requests.
+        services: One class of role prefill and one of role decode.
+        sms: The SMs of each device.
+        latency: The target of each class, in seconds.
+        guard: The interference between the classes.
+        seconds: The length of the traffic. Requests in its first tenth do not count.
     """
     roles = {service.role: service for service in services.values()}
     decode, prefill = roles["decode"], roles["prefill"]
@@ -163,7 +163,7 @@ def attainment(
 class _Prompt:
     """A prompt to be read, with its work in seconds of a whole device.
 
-    `came` and `done` are its arrival and end on the scale of the capacity for prompts until then.
+    `came` and `done` are its arrival and end, measured in capacity for prompts up to then.
     """
 
     arrival: Arrival
@@ -174,22 +174,22 @@ class _Prompt:
 
 
 class _Prompts:
-    """The prompts that can be in time, in the order of arrival, in which they are due."""
+    """The prompts that can be in time, in order of arrival, and so of their due times."""
 
     def __init__(self, prefill: ServiceProfile, target: float) -> None:
         self._prefill = prefill
         self._target = target
-        #: The capacity for prompts until now.
+        #: The total capacity for prompts until now.
         self._capacity = 0.0
-        #: In the order of arrival: prompts since the queue was last empty, those that are not due
-        #: yet, and those that are not decoded yet.
+        #: Three lists in order of arrival: prompts since the queue was last empty, prompts that are
+        #: not due yet, and prompts that are not decoded yet.
         self._since: list[_Prompt] = []
         self._due: deque[_Prompt] = deque()
         self._read: deque[_Prompt] = deque()
 
     @property
     def is_waiting(self) -> bool:
-        """Say whether a prompt is to be read."""
+        """Say whether a prompt remains to be read."""
         return bool(self._since) and self._since[-1].done > self._capacity
 
     def take(self, arrival: Arrival) -> None:
@@ -207,7 +207,7 @@ class _Prompts:
         self._capacity += capacity
 
     def look(self, now: float) -> list[Arrival]:
-        """Give up prompts until those that are due by now are in time; return the given up."""
+        """Give up prompts until all those due by now are in time; return the ones given up."""
         given_up = []
         while self._due and self._due[0].arrival.at + self._target <= now:
             one = self._due[0]
@@ -224,9 +224,9 @@ class _Prompts:
         return given_up
 
     def _worst(self, number: int) -> _Prompt:
-        """Return the prompt without which the first `number` ones are done soonest."""
+        """Return the prompt without which the first `number` prompts are done soonest."""
         some = self._since[:number]
-        # Their end is the largest, over all prompts, of its arrival and the work from it on.
+        # Their end is the maximum, over all prompts, of its arrival plus the work from it on.
         ends, total = [0.0] * number, 0.0
         for i in range(number - 1, -1, -1):
             total += some[i].work
@@ -243,7 +243,7 @@ class _Prompts:
         return found
 
     def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
-        """Return the prompts whose tokens must be written now, or may be if not `is_late`."""
+        """Return the prompts whose tokens must be decoded now, or may be if not `is_late`."""
         found = []
         while self._read:
             one = self._read[0]
@@ -257,12 +257,12 @@ class _Prompts:
 
 
 class _Tokens:
-    """Requests that are decoded, all at one pace."""
+    """Requests that are decoded, all at the same pace."""
 
     def __init__(self, devices: int, decode: ServiceProfile, gap: float) -> None:
         self._ends: list[tuple[float, int]] = []
         self._running: dict[int, Arrival] = {}
-        #: Requests without a place in a batch: one token of each is late.
+        #: Requests without a place in a batch; for each, one token is late.
         self._waiting: deque[Arrival] = deque()
         self._written = 0.0
         self._devices = devices
@@ -271,7 +271,7 @@ class _Tokens:
         self._gap = gap
 
     def _step(self) -> float:
-        """Return the work of one token of each request, in the best number of batches."""
+        """Return the work of one token for each request, with the best number of batches."""
         number = len(self._running)
         if not number:
             return 0.0
@@ -284,7 +284,7 @@ class _Tokens:
         return MUST_MEET * self._step() / self._gap
 
     def work(self, seconds: float, more: float) -> None:
-        """Advance by seconds at that speed, and by further work that no prompt needed."""
+        """Advance by seconds at that speed, plus further work that no prompt needed."""
         step = self._step()
         if step:
             self._written += MUST_MEET * seconds / self._gap + more / step

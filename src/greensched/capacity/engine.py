@@ -1,9 +1,9 @@
-"""An engine that batches prompts and tokens: each pass has prompts, one token of each, or both.
+"""An engine that batches prompts and tokens: each pass reads prompts, writes tokens, or both.
 
-It is what serving programs do without partitions: one program with the whole device. *Fused*: every
-pass has a token of each running request and as much of prompts as its budget of tokens leaves
-(Sarathi-Serve). *Prefill first*: waiting prompts have passes of their own, between which a number
-of decode steps run.
+It does what serving programs do without partitions: one program uses the whole device. *Fused*:
+every pass has a token of each running request, and as many prompt tokens as its token budget leaves
+(Sarathi-Serve). *Prefill first*: waiting prompts get separate passes, with a number of decode steps
+between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greensched.capacity.strategies import Batching, Client
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.workload import ServiceProfile
 
-#: Tokens from which on the time of a prompt grows with its tokens. Below them reading the weights
+#: Token counts above which a prompt's time grows with its tokens. Below them reading the weights
 #: takes the time, which a pass does once for all of its tokens.
 COMPUTE_BOUND, TWICE = 512, 1024
 
@@ -32,7 +32,7 @@ def weights_seconds(prefill: ServiceProfile) -> float:
 
 
 def tokens_seconds(prefill: ServiceProfile, tokens: int) -> float:
-    """Return the seconds that the first tokens of a prompt add to a pass."""
+    """Return the seconds that this many first tokens of a prompt add to a pass."""
     if tokens <= COMPUTE_BOUND:
         return tokens * _per_token(prefill)
     return prefill.seconds(tokens) - weights_seconds(prefill)
@@ -65,19 +65,20 @@ class PromptQueue(Prefill):
         engine.prompts = self
 
     async def serve(self) -> None:
-        """Wait: the engine serves."""
+        """Wait for ever, because the engine serves the prompts."""
         await asyncio.get_running_loop().create_future()
 
     @property
     def is_waiting(self) -> bool:
-        """Say whether a prompt is to be read."""
+        """Say whether a prompt remains to be read."""
         return bool(self._reading or self._queue)
 
     def take_tokens(self, budget: int) -> tuple[float, float]:
         """Put tokens of prompts into the next pass.
 
         Returns:
-            The seconds they add to a pass, and those of passes of their own, one for each prompt.
+            The seconds that they add to a pass, and the seconds of separate passes, one for each
+            prompt.
         """
         added = apart = 0.0
         while budget > 0 and self.is_waiting:
@@ -99,7 +100,7 @@ class PromptQueue(Prefill):
         await self._client.run([round(seconds * 1e9)])
 
     def finish_pass(self, seconds: float) -> None:
-        """Release the first tokens of the prompts that a pass of this many seconds has finished."""
+        """Release the first tokens of prompts that a pass of this many seconds has finished."""
         reading, self._reading = self._reading, []
         for one in reading:
             one.served += seconds
@@ -110,7 +111,7 @@ class PromptQueue(Prefill):
             self._release_token(one.arrival, one.served)
 
     def waiting(self) -> list[float]:
-        """Return since when each prompt waits whose first token is not released."""
+        """Return since when each prompt has waited whose first token is not released."""
         return [*super().waiting(), *(one.arrival.at for one in self._reading)]
 
     def _wake(self) -> None:

@@ -19,7 +19,7 @@ from greensched.errors import InvalidRequest
 #: Seconds of a generator's traffic from which its work per second is computed.
 LONG_S = 600.0
 
-#: The load, or less, at which classes run alone: a class by itself hardly waits for itself.
+#: The highest load at which classes run alone: then a class hardly waits for itself.
 QUIET = 0.5
 #: The classes' roles in `--slo` of a language model: a first token, and the gap between two.
 SLO_ROLES = {"first": "prefill", "between": "decode"}
@@ -94,7 +94,7 @@ class _ProgressSteps:
 
 
 class _TrafficSource:
-    """Makes the traffic of any rate and seed."""
+    """Makes the traffic for any rate and seed."""
 
     def __init__(self, experiment: Experiment, classes: Mapping[str, ServiceProfile]) -> None:
         self._whole = read(experiment.trace) if experiment.trace else None
@@ -102,12 +102,12 @@ class _TrafficSource:
         long = self._whole or generate(experiment.generator, LONG_S, experiment.seed)
         self._check(long, classes)
         self._classes = classes
-        #: How many times faster than its own rate the traffic saturates the devices.
+        #: How many times faster than its own rate the traffic would saturate the devices.
         self.saturation = saturation(long, classes, self._devices)
         self._natural = len(long) / (long[-1].at or 1.0)
         lasts = self._whole[-1].at if self._whole else 0.0
         most = math.nextafter(lasts / self._factor(max(experiment.rates, default=0.0)), math.inf)
-        #: The experiment, with no more seconds than its trace lasts at the highest rate.
+        #: The experiment, but no longer than its trace lasts at the highest rate.
         self.experiment = replace(
             experiment, seconds=min(experiment.seconds, most if lasts else math.inf)
         )
@@ -117,7 +117,7 @@ class _TrafficSource:
         return self._natural * self._factor(rate)
 
     def traffic(self, rate: float, seed: int) -> list[Arrival]:
-        """Return a run's traffic at a multiple of saturation, or at its own rate if that is 0."""
+        """Return a run's traffic at a multiple of saturation, or with 0 at its own rate."""
         factor = self._factor(rate)
         seconds = self.experiment.seconds * factor
         if self._whole is not None:
@@ -175,10 +175,10 @@ def _check(experiment: Experiment, classes: Mapping[str, ServiceProfile], sms: i
 def _policy_names(
     policies: Sequence[str], classes: Mapping[str, ServiceProfile], sms: int
 ) -> list[str]:
-    """Return the policies to compare: `sized` has its control beside it.
+    """Return the policies to compare; `sized` comes with its control.
 
     Raises:
-        InvalidRequest: a policy does not exist, or cannot serve the classes.
+        InvalidRequest: A policy does not exist, or cannot serve the classes.
     """
     known = sweeps.names(classes)
     policies = known if "all" in policies else list(dict.fromkeys(policies))
@@ -197,10 +197,10 @@ def _policy_names(
 def _with_latencies(
     classes: Mapping[str, ServiceProfile], slo: Mapping[str, float]
 ) -> dict[str, ServiceProfile]:
-    """Return the classes with the targets in seconds that were asked for.
+    """Return the classes with the requested targets, in seconds.
 
     Raises:
-        InvalidRequest: there is no such class, or a target is not above 0.
+        InvalidRequest: There is no such class, or a target is not above 0.
     """
     found = dict(classes)
     for key, seconds in slo.items():
@@ -219,10 +219,10 @@ def _with_latencies(
 def _with_targets(
     classes: Mapping[str, ServiceProfile], medians: Mapping[str, float], experiment: Experiment
 ) -> dict[str, ServiceProfile]:
-    """Return the classes with their targets in seconds, of which some are multiples of medians.
+    """Return the classes with their targets in seconds, some of them multiples of medians.
 
     Raises:
-        InvalidRequest: no request of a class was done alone, so its target is undefined.
+        InvalidRequest: No request of a class was done alone, so its target is undefined.
     """
     found = {}
     for name, service in classes.items():
@@ -240,7 +240,7 @@ def _with_targets(
 
 
 def _is_late(results: Results, name: str) -> bool:
-    """Say whether a policy had too few in time at the last rate, for every seed."""
+    """Say whether a policy had too few requests in time at the last rate, for every seed."""
     last = [group for group in results.groups if group.strategy == name][-1:]
     return any(max(attained(results, group)) < metrics.MUST_MEET for group in last)
 

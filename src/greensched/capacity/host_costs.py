@@ -1,7 +1,7 @@
-"""What the host takes for each operation: measured by `greensched measure --host`, or built in.
+"""The host's time for each operation: measured by `greensched measure --host`, or built in.
 
-A simulated device has the time of kernels only. On a GPU every operation also takes time of the
-event loop's thread, which counts where pieces of work are shorter than a few milliseconds.
+A simulated device models only the time of kernels. On a GPU every operation also takes time on the
+event loop's thread, which matters if pieces of work are shorter than a few milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ P99 = 2.3263
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """The microseconds of one operation: its median and 99th percentile, lognormal between."""
+    """The microseconds of one operation: median and 99th percentile of a lognormal distribution."""
 
     p50_us: float = 0.0
     p99_us: float = 0.0
@@ -35,16 +35,16 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """The host's part of each operation.
+    """The host's time for each operation.
 
     Attributes:
-        start: from a request to the kernel's start on an idle partition, by a raw launch.
-        submission: what a bound launch takes beyond a raw one.
-        lease: to acquire and return a lease, beside another user of the event loop.
-        request: what a request takes in a lease of its own besides: binding its kernels, and the
+        start: From a request to its kernel's start on an idle partition, by a raw launch.
+        submission: The extra time of a bound launch over a raw launch.
+        lease: Acquiring and returning a lease, next to another user of the event loop.
+        request: The extra time of a request with its own lease: binding its kernels, and the
             way back of its result.
-        launch: what each bound launch of a request adds.
-        checkpoint: a checkpoint, from the end of the work before to the submission of the next.
+        launch: The extra time for each bound launch of a request.
+        checkpoint: A checkpoint, from the end of the work before to the submission of the next.
     """
 
     start: HostCost = HostCost()
@@ -55,12 +55,12 @@ class HostCosts:
     checkpoint: HostCost = HostCost()
 
 
-#: A host whose operations take no time: nothing was measured.
+#: A host whose operations take no time, because they were not measured.
 NO_COSTS = HostCosts()
-#: The host of an H200, greensched compiled, and of an H100, as Python. `start`: W1's median and
-#: 99th percentile on the best split; `submission` and `lease`: W1 beside kernels of 0.04 and 0.25
-#: ms; `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve kept).
-#: Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`).
+#: The host of an H200, with greensched compiled, and of an H100, as Python. `start`: W1's median
+#: and 99th percentile on the best split. `submission` and `lease`: W1 beside kernels of 0.04 and
+#: 0.25 ms. `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve
+#: kept). Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`).
 #: `checkpoint`: of an engine's step on the H200, and by `greensched measure --host` on the H100
 #: (docs/measurements/h100-580/tables.json).
 H200_HOST = HostCosts(
@@ -81,18 +81,18 @@ H100_HOST = HostCosts(
 )
 
 
-#: What a simulated strategy spends. The others that a file has are measured otherwise than those of
-#: the validation: its `submission`, for example, is all that a bound launch takes.
+#: The costs that a simulated strategy spends. A file's other costs are measured differently from
+#: those of the validation: its `submission`, for example, is the whole time of a bound launch.
 OF_FILES = ("lease", "checkpoint")
 
 
 def load(path: Path) -> HostCosts:
-    """Read the costs of a lease and a checkpoint that `greensched measure --host` wrote.
+    """Read the costs of a lease and a checkpoint from a file of `greensched measure --host`.
 
-    A file without host costs gives none.
+    If the file has no host costs, return `NO_COSTS`.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a cost is invalid.
+        InvalidRequest: The file cannot be read, or a cost is invalid.
     """
     try:
         given = json.loads(path.read_text()).get("host", {})

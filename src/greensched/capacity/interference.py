@@ -1,7 +1,7 @@
 """Interference of kernels on disjoint SMs, by (victim, aggressor).
 
-Memory, L2 and power are shared. The effect is not symmetric: a GEMM beside a mixture of experts is
-up to 1.46 x slower, while the latter hardly changes.
+Kernels share memory, L2 and power. The effect is not symmetric: a GEMM beside a mixture of experts
+is up to 1.46 x slower, while the mixture of experts hardly changes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Factors = tuple[tuple[int, ...], tuple[float, ...]]
 #: Factors by (victim, aggressor), which are names of curves.
 Guard = Mapping[tuple[str, str], Factors]
 
-#: GEMM: its time beside the fused MoE kernel over that beside MLA decoding, as published; on 132
-#: SMs it is alone. MoE: the ratio of its two columns. Pairs without measurements have no effect
-#: here, and a report lists them.
+#: GEMM: its time beside the fused MoE kernel, relative to that beside MLA decoding, as published;
+#: on 132 SMs it is alone. MoE: the ratio of its two columns. Pairs without measurements have no
+#: effect here, and a report lists them.
 PUBLISHED: Guard = {
     ("gemm", "moe"): (
         (16, 24, 32, 48, 64, 80, 96, 112, 120, 132),
@@ -32,7 +32,7 @@ PUBLISHED: Guard = {
 
 
 def factor(factors: Factors, sms: float) -> float:
-    """Interpolate the factor at this many SMs; beyond the measured sizes it is constant."""
+    """Interpolate the factor for this many SMs. It is constant beyond the measured sizes."""
     sizes, values = factors
     if sms <= sizes[0]:
         return values[0]
@@ -46,11 +46,11 @@ def factor(factors: Factors, sms: float) -> float:
 def slowdowns(
     guard: Guard, kinds: Mapping[str, str]
 ) -> Callable[[Sequence[tuple[str, float]]], list[float]]:
-    """Make the `interference` of a device model: each kernel's worst aggressor counts.
+    """Return the `interference` of a device model; each kernel's worst aggressor counts.
 
     Args:
-        guard: the factors.
-        kinds: the kind of work of each kernel, by the kernel's name.
+        guard: The factors.
+        kinds: The kind of work of each kernel, by the kernel's name.
     """
 
     def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:

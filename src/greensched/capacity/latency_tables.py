@@ -1,8 +1,8 @@
 """The time of work by SMs: published tables, or measured ones.
 
 A table keeps the measured steps (multi-head latent attention is flat from 64 to 120 SMs and then
-nearly halves); between two sizes time is linear in 1/SMs. A fit a/SMs + b gives `b`, the part of
-the time that does not depend on SMs and that work on the same SMs cannot stretch.
+nearly halves). Between two sizes time is linear in 1/SMs. A fit a/SMs + b gives `b`, the part of
+the time that does not depend on SMs, and that other work on the same SMs does not lengthen.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from greensched.device.launch import LaunchConfig
 from greensched.errors import InvalidRequest
 from greensched.typing import Cost
 
-#: A kernel has no use for more SMs than bring it within this factor of its best time (LithOS's slip
+#: A kernel needs no more SMs than bring it within this factor of its best time (LithOS's slip
 #: is 1.05 to 1.1).
 USEFUL = 1.05
-#: The block of a kernel that fills a device: three or four take all threads of an SM.
+#: Threads in a block of a kernel that fills a device: three or four blocks take a whole SM.
 FULL_BLOCK = 512
-#: The block of a kernel that leaves room on each SM: one block for each SM that it can use.
+#: Threads in a block of a kernel that leaves space on each SM: one block per SM that it can use.
 SLIM_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class SpeedupCurve:
-    """Milliseconds of one kind of work by SMs; only their ratios are used.
+    """Milliseconds of one kind of work by SMs. Only their ratios are used.
 
     Attributes:
-        name: its name in services.
-        sms: the sizes, rising.
-        ms: the time on each.
-        fills: whether its grids fill the device, so that later kernels wait; otherwise it leaves
-            room on every SM.
-        source: where the figures come from.
-        sizes: tokens of a prompt, or requests of a batch, rising; empty: the built-in model's.
-        seconds: the time of a pass of each of these sizes on the whole device.
-        bandwidth: bytes a second that it draws on the whole device, alone; 0: not measured.
-        sm_watts: what an SM at work draws beyond an idle one; 0: not measured.
+        name: The name of the curve in services.
+        sms: The sizes, rising.
+        ms: The time at each size.
+        fills: Whether its grids fill the device, so that later kernels wait; otherwise it leaves
+            space on every SM.
+        source: The source of the figures.
+        sizes: Tokens of a prompt, or requests of a batch, rising. Empty: the built-in model's.
+        seconds: The time of a pass of each of these sizes on the whole device.
+        bandwidth: Bytes a second that it draws alone on the whole device; 0 if not measured.
+        sm_watts: Extra power of a working SM over an idle one; 0 if not measured.
     """
 
     name: str
@@ -74,7 +74,7 @@ class SpeedupCurve:
             )
 
     def at(self, sms: float) -> float:
-        """Return the milliseconds on this many SMs; below the smallest size time is a/SMs."""
+        """Return the milliseconds on this many SMs. Below the smallest size time is a/SMs."""
         if sms <= self.sms[0]:
             return self.ms[0] * self.sms[0] / sms
         if sms >= self.sms[-1]:
@@ -93,7 +93,7 @@ class SpeedupCurve:
 
     @cached_property
     def flat(self) -> float:
-        """The fraction of its time on the whole device that more SMs do not shorten."""
+        """The fraction of its whole-device time that more SMs do not shorten."""
         n, x = len(self.sms), [1 / s for s in self.sms]
         # Least squares of the relative error, as in the published fits.
         weights = [1 / ms**2 for ms in self.ms]
@@ -108,7 +108,7 @@ class SpeedupCurve:
 
     @cached_property
     def width(self) -> int:
-        """The SMs that it can use."""
+        """The number of SMs that it can use."""
         return next(
             s for s, ms in zip(self.sms, self.ms, strict=True) if ms <= USEFUL * self.ms[-1]
         )
@@ -117,9 +117,9 @@ class SpeedupCurve:
         """Return the launch configuration of one piece of work.
 
         Args:
-            sms: of the device.
-            threads: the most on an SM.
-            waves: how often its blocks fill the SMs, one after another.
+            sms: The SMs of the device.
+            threads: The most threads on an SM.
+            waves: How often its blocks fill the SMs, one wave after another.
         """
         if self.fills:
             return LaunchConfig(grid=waves * (threads // FULL_BLOCK) * sms, block=FULL_BLOCK)
@@ -132,7 +132,7 @@ class SpeedupCurve:
         work on the same SMs.
         """
         whole = seconds * 1e9
-        # Work whose bytes are known has no flat part: its bytes say what SMs cannot shorten.
+        # If the bytes are known there is no flat part: the bytes limit what SMs can shorten.
         fixed = 0.0 if self.bandwidth else self.flat * whole
         able = sms if self.fills else min(sms, self.width)
         return Cost(
@@ -150,22 +150,22 @@ class SpeedupCurve:
 def load(path: Path) -> dict[str, SpeedupCurve]:
     """Read measured curves.
 
-    The file is a JSON object `{name: {"sms": [...], "ms": [...], "fills": true}}`; or one that
-    `greensched measure` wrote, with sizes, bytes and watts; or one curve that `LatencyCurve.save`
-    wrote, which gets the name of the file.
+    The file is one of three: a JSON object `{name: {"sms": [...], "ms": [...], "fills": true}}`; a
+    file of `greensched measure`, with sizes, bytes and watts; or a file of `LatencyCurve.save` with
+    one curve, which is named after the file.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a curve is invalid.
+        InvalidRequest: The file cannot be read, or a curve is invalid.
     """
     try:
         loaded = json.loads(path.read_text())
-        if "latency" in loaded:  # a pool's measurement, of which the median is used
+        if "latency" in loaded:  # a pool's measurement, whose median is used
             rows = sorted(
                 (int(row["sms"]), 1e3 * float(row["median"])) for row in loaded["latency"]
             )
             loaded = {path.stem: {"sms": [r[0] for r in rows], "ms": [r[1] for r in rows]}}
         loaded.pop("host", None)  # read by `host_costs`
-        loaded.pop("commit", None)  # committed measurements name the tree
+        loaded.pop("commit", None)  # committed measurements name the commit
         return {name: _curve(name, curve, path) for name, curve in loaded.items()}
     except (
         OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
@@ -210,7 +210,7 @@ def _ampere(name: str, *ms: float) -> SpeedupCurve:
     return SpeedupCurve(name, _A, ms, False, _AMPERE)
 
 
-#: Read off labelled bars: the kernel on S SMs, another kernel on the other 128 - S (132: alone).
+#: Read from labelled bars: the kernel on S SMs, another kernel on the other 128 - S (132: alone).
 #: The first of a pair is the measurement with the less disturbing other kernel.
 MLA = _hopper(
     "mla-decode", 1.040, 0.523, 0.388, 0.262, 0.260, 0.197, 0.197, 0.135,
@@ -229,9 +229,8 @@ GEMM = _hopper(
     6.81, 6.24, 5.70, 5.26, 4.85, 4.54, 4.15, 3.85,
 )  # fmt: skip
 
-#: Small batches: the second half of each curve is nearly flat, so the grids leave room (and two
-#: streams ran side by side at no cost on such a model). Of 27 and 81 SMs requested, 28 and 82 were
-#: granted.
+#: Small batches: the second half of each curve is nearly flat, so the grids leave space (and two
+#: streams ran side by side at no cost on such a model). Requests for 27 and 81 SMs got 28 and 82.
 CURVES: dict[str, SpeedupCurve] = {
     curve.name: curve
     for curve in (

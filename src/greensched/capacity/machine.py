@@ -1,7 +1,7 @@
-"""The simulated machine of one run: its devices, a kernel for each class, and the kernels' trace.
+"""The simulated machine of one run: its devices, one kernel per class, and the kernels' trace.
 
-A kernel does nothing and costs what its class's curve says. The driver's timeline says when each
-one ran; a slow host cannot lengthen it.
+A kernel does nothing, and costs what its class's curve says. The driver's timeline records when
+each kernel ran; a slow host cannot lengthen it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from greensched.driver.simulated import (
 from greensched.kernels import Kernel, Program
 from greensched.typing import Cost, Granularity, LaunchFacts
 
-#: The driver version to simulate by default: the one under which an H200 was measured.
+#: The driver version to simulate by default, under which an H200 was measured.
 VERSION = "13.0"
 
 
@@ -48,7 +48,7 @@ class Closable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelRun:
-    """One kernel as it ran: times in nanoseconds, and the SMs as a mask."""
+    """A kernel's run: times in nanoseconds, and the SMs as a mask."""
 
     service: str
     start: int
@@ -60,12 +60,12 @@ class Machine:
     """Devices, kernels and streams under a virtual clock.
 
     Args:
-        spec: devices, as `--gpus`.
-        services: the classes.
-        guard: interference between kinds of work on disjoint SMs.
-        seed: determines the order of runnable threads.
-        granularity: how finely pools cut the devices.
-        host: what operations take of the host.
+        spec: The devices, as for `--gpus`.
+        services: The classes.
+        guard: The interference between kinds of work on disjoint SMs.
+        seed: Determines the order of runnable threads.
+        granularity: How finely pools split the devices.
+        host: The host's time for operations.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Machine:
         }
         #: The kernels that ran on each device, in the order of their ends.
         self.traces: list[list[KernelRun]] = [[] for _ in found]
-        #: Return the number of leases that the strategy's pool has granted.
+        #: Returns the number of leases that the strategy's pool has granted.
         self.granted: Callable[[], int] = lambda: 0
         self._listeners: dict[tuple[int, str], Callable[[Span], None]] = {}
         self._done: list[asyncio.Future[None]] = []
@@ -122,7 +122,7 @@ class Machine:
         return self.clock.now()
 
     async def spend(self, cost: HostCost) -> None:
-        """Let the host's part of an operation pass."""
+        """Let the host's time for an operation pass."""
         seconds = cost.seconds(self._host_times)
         if seconds:
             await asyncio.sleep(seconds)
@@ -136,11 +136,11 @@ class Machine:
         self._done.append(future)
 
     def close_at_end(self, *made: Closable) -> None:
-        """Close these objects with the machine, the last ones first."""
+        """Close these objects with the machine, last ones first."""
         self._made += made
 
     def close(self) -> None:
-        """Close everything. Call it after the loop has ended: it may block."""
+        """Close everything. May block: call it only after the loop has ended."""
         for made in reversed(self._made):
             made.close()
         self.driver.close()
@@ -168,7 +168,7 @@ class Machine:
 
 
 def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
-    """Make a kernel for each class: it does nothing, and takes the time of its class's curve."""
+    """Make a kernel for each class, which does nothing but take the time of the class's curve."""
     named = list(services)
     source = "".join(
         f'extern "C" __global__ void {each.name}(unsigned long long ns) {{}}\n' for each in named
@@ -191,9 +191,9 @@ def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
 
 
 class Launch:
-    """A prepared launch of a class on a plain stream: call it with nanoseconds on the whole device.
+    """A class's prepared launch on a plain stream. Call it with nanoseconds on the whole device.
 
-    Making one may block, so it is made before a loop runs.
+    Creating it may block, so it is created before a loop runs.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Metrics of runs: attainment, goodput, percentiles, fairness; intervals over seeds.
 
-All of them are functions of the arguments and seeds: the same command prints the same bytes.
+They depend only on the arguments and seeds: the same command prints the same bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from greensched.capacity.run import Outcome
 from greensched.capacity.servers import Samples
 from greensched.capacity.workload import ServiceProfile
 
-#: The fraction of every class that must be in time for goodput.
+#: The fraction of requests of every class that must be in time for goodput.
 MUST_MEET = 0.99
-#: The first tenth of the traffic fills queues and batches and does not count.
+#: The first tenth of the traffic fills queues and batches, and does not count.
 WARM_UP = 0.1
 #: Resamples of a bootstrap interval, and its coverage.
 RESAMPLES, INTERVAL = 1000, 0.95
@@ -75,12 +75,12 @@ class Latencies:
 
     @staticmethod
     def of(samples: Samples, seconds: float, drained: float = 0.0) -> Latencies:
-        """Make it from what began during the traffic after the warm-up, served or not.
+        """Make it from samples that began during the traffic after the warm-up, served or not.
 
         Args:
-            samples: the samples of a run.
-            seconds: the length of its traffic.
-            drained: how long the run continued after its traffic.
+            samples: The samples of a run.
+            seconds: The length of its traffic.
+            drained: How long the run continued after its traffic.
         """
 
         def counts(at: float) -> bool:
@@ -101,7 +101,7 @@ class Latencies:
         )
 
     def attained(self, target: float) -> float:
-        """Return the fraction within a target; an unserved request counts once it is late.
+        """Return the fraction within a target. An unserved request counts once it is late.
 
         nan if there were no requests, or if the target is nan (no request was served alone).
         """
@@ -123,7 +123,7 @@ def of_outcome(outcome: Outcome) -> dict[str, Latencies]:
 # -- over seeds -------------------------------------------------------------------------------
 
 
-#: A value and the bounds of its interval; nan where there is none.
+#: A value and the bounds of its interval, or nan.
 Interval = tuple[float, float, float]
 
 
@@ -134,10 +134,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
-    """Return a statistic of seeds and its bootstrap interval; equal arguments, equal results."""
+    """Return a statistic of seeds with its bootstrap interval. Equal arguments, equal results."""
     if not seeds:
         return math.nan, math.nan, math.nan
-    rng = random.Random(0)  # the result depends on the values alone
+    rng = random.Random(0)  # so that the result depends only on the values
     drawn = (of(rng.choices(range(seeds), k=seeds)) for _ in range(RESAMPLES if seeds > 1 else 1))
     found = sorted(value for value in drawn if not math.isnan(value))
     if not found:
@@ -151,7 +151,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Return the ratio of two means over the same seeds; nan where the denominator is 0."""
+    """Return the ratio of two means over the same seeds; nan if the denominator is 0."""
 
     def of(some: Sequence[int]) -> float:
         under = sum(below[i] for i in some)
@@ -161,7 +161,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Return Jain's index: 1 for equal shares, 1/n where one of n has everything."""
+    """Return Jain's index: 1 for equal shares, 1/n if one of n has everything."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
@@ -174,7 +174,7 @@ def shares(outcome: Outcome, services: Mapping[str, ServiceProfile]) -> list[flo
 def goodput(by_rate: Mapping[float, float]) -> float:
     """Return the highest rate up to which enough requests met their targets.
 
-    Linear between the last rate at which enough did and the first at which they did not. nan if an
+    Linear between the last rate at which enough did and the first at which too few did. nan if an
     attainment is nan.
     """
     if any(map(math.isnan, by_rate.values())):
@@ -191,7 +191,7 @@ def goodput(by_rate: Mapping[float, float]) -> float:
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """Prepare a value for JSON: nan and inf become None, and floats keep significant digits."""
+    """Prepare a value for JSON: nan and inf become None, floats are rounded."""
     if isinstance(value, float):
         return None if math.isnan(value) or math.isinf(value) else float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):

@@ -17,10 +17,10 @@ PARTS = [part / 200 for part in range(1, 200)]
 
 
 def save(results: Results, path: Path) -> None:
-    """Draw each strategy's attainment, and the latencies of each class, with its target.
+    """Draw each strategy's attainment, and the latencies and target of each class.
 
-    With several rates, attainment and the 99th percentile are drawn over the offered requests a
-    second, otherwise as bars. Below are the distributions of the latencies at the highest rate.
+    With several rates, attainment and the 99th percentile are drawn over the offered requests per
+    second, otherwise as bars. Below are the distributions of latencies at the highest rate.
 
     Raises:
         MissingPackage: matplotlib is not installed; says what to install.
@@ -51,7 +51,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def draw_distribution(axis: Any, results: Results, name: str) -> None:
-    """Draw which part of a class's requests had at most which latency, at the highest rate."""
+    """Draw what fraction of a class's requests had at most each latency, at the highest rate."""
     highest = max(results.offered, key=lambda rate: results.offered[rate])
     for group in results.groups:
         if group.rate == highest:
@@ -66,7 +66,7 @@ def _p99(name: str, group: RunGroup) -> list[float]:
 
 
 def _draw(axis: Any, results: Results, of: Callable[[RunGroup], list[float]]) -> None:
-    """Draw a figure of each strategy with its interval: lines over the rates, or bars."""
+    """Draw a figure of each strategy with its interval, as lines over the rates or as bars."""
     strategies = list(dict.fromkeys(group.strategy for group in results.groups))
     for strategy in strategies:
         groups = [group for group in results.groups if group.strategy == strategy]

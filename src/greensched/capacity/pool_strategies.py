@@ -1,6 +1,6 @@
 """Strategies that use a pool with service classes.
 
-`classes` takes a lease for each pass or piece; `elastic` keeps its leases, with a checkpoint
+`classes` takes a lease for each pass or piece; `elastic` keeps its leases, with checkpoints
 between pieces. The pool decides what is reserved, which class borrows it, whether a device is
 split, and how many SMs meet a target.
 """
@@ -21,10 +21,10 @@ from greensched.typing import ALL
 
 
 def size_of(machine: Machine, device: int, service: ServiceProfile) -> tuple[int, int]:
-    """Return the least and the most SMs of a class's requests: its reserve and its cap.
+    """Return the least and most SMs of a class's requests: its reserve and its cap.
 
-    Without a reserve the least is what the reserves of the others leave: a smaller request would
-    be granted at that size and never grow.
+    Without a reserve the least is what the other classes' reserves leave, because a smaller request
+    would be granted at that size and never grow.
     """
     total = machine.sms[device]
     reserved = sum(other.reserve for other in machine.services.values())
@@ -50,7 +50,7 @@ class ClassClient(LeaseClient):
 
 @dataclass
 class Classes(Fifo):
-    """The pool with service classes, as an operator would declare them for the services."""
+    """The pool with service classes, declared as an operator would for these services."""
 
     client_type = ClassClient
 
@@ -62,7 +62,7 @@ class Classes(Fifo):
         return {"services": [self.service_class(service) for service in machine.services.values()]}
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
-        """Return the class: without a reserve it is preemptible at each piece, and may borrow."""
+        """Return a class; without a reserve it is preemptible at each piece, and may borrow."""
         wait = service.max_wait_for_reserve
         return ServiceClass(
             service.name,
@@ -71,7 +71,7 @@ class Classes(Fifo):
             priority=service.priority,
             weight=service.weight,
             preemptible=not service.reserve,
-            # Not the class's latency: a lease is a pass here, and no request may be refused.
+            # Not the class's latency: here a lease is a pass, and no request may be refused.
             max_wait_for_reserve=service.latency / 2 if wait < 0 else wait,
         )
 
@@ -89,7 +89,7 @@ class ElasticClient(ClassClient):
             pieces = await self._run_some(await self._ensure_lease(), pieces)
 
     async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
-        """Run what lies between two checkpoints; return the rest."""
+        """Run the pieces up to the next checkpoint; return the rest."""
         some = len(pieces) if self.whole else 1
         await lease.launch(self._config, self._kernel, sum(pieces[:some]))
         return pieces[some:]
@@ -105,7 +105,7 @@ class ElasticClient(ClassClient):
         return lease
 
     async def idle(self) -> None:
-        """Release the lease: there is no more work."""
+        """Release the lease, because there is no more work."""
         lease, self._lease = self._lease, None
         if lease is not None:
             await lease.__aexit__(None, None, None)
@@ -126,10 +126,10 @@ class Elastic(Classes):
 
 
 class SharedClient(ElasticClient):
-    """As `ElasticClient`; reports latencies to the pool, and submits whole passes when shared."""
+    """As `ElasticClient`, but reports latencies to the pool, and runs whole passes when shared."""
 
     async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
-        """On a shared device run the whole pass: there is nothing to give back in between."""
+        """Run the whole pass on a shared device, where no SMs can be given back in between."""
         if not lease.is_shared:
             return await super()._run_some(lease, pieces)
         jobs = [lease.launch(self._config, self._kernel, ns) for ns in pieces]
@@ -157,10 +157,10 @@ class Shared(Elastic):
 
 
 class SizedClient(ElasticClient):
-    """Keeps an elastic lease that the pool's policy sizes from the duration of the next pass.
+    """Keeps an elastic lease that the pool's policy sizes by the duration of the next pass.
 
-    A class with a reserve has a target for each pass, and gives the pool a latency curve. The
-    other classes get the rest.
+    A class with a reserve has a target for each pass, and gives the pool a latency curve. Other
+    classes get the rest.
     """
 
     target_aware = True
@@ -169,10 +169,10 @@ class SizedClient(ElasticClient):
         super().__init__(machine, pool, device, service)
         self._size = (CELL, machine.sms[device])
         sizes = range(FINEST, machine.sms[device] + 1, FINEST)
-        #: The time of a second of work on the whole device, by SMs.
+        #: By SMs, the time of work that takes one second on the whole device.
         self._curve = LatencyCurve({sms: [service.curve.slowdown(sms)] for sms in sizes})
         self._cost: ScaledCurve | None = None
-        #: All tokens of a step of decoding are due together: new requests join at its beginning.
+        #: All tokens of a decode step are due together; new requests join at its beginning.
         self._deadline = service.latency or None if service.role == "decode" else None
 
     async def run(self, pieces: Pieces) -> None:
@@ -201,7 +201,7 @@ class SizedClient(ElasticClient):
 
 @dataclass
 class Sized(Elastic):
-    """Service classes with elastic leases, sized by the pool from targets and curves."""
+    """Service classes with elastic leases, which the pool sizes by targets and curves."""
 
     client_type = SizedClient
 
@@ -213,7 +213,7 @@ class Sized(Elastic):
         return super().options(machine) | {"policy": "sized"}
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
-        """Return a class without a reserve: the policy gives it SMs for its target."""
+        """Return a class without a reserve, as the policy gives it SMs for its target."""
         base = super().service_class(service)
         latency = service.latency if service.reserve else None
         return replace(base, reserve=0, cap=ALL, preemptible=False, latency=latency or None)

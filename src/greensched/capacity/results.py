@@ -13,7 +13,7 @@ from greensched.capacity.run import Outcome, Scenario
 from greensched.capacity.validation.scenarios import Check
 from greensched.typing import Granularity
 
-#: The seeds that are kept for figures in documents: development used only seeds 1 to 15.
+#: The seeds reserved for figures in documents. Development used only seeds 1 to 15.
 EVALUATION_SEEDS = range(101, 106)
 
 
@@ -22,23 +22,23 @@ class Experiment:
     """What to simulate.
 
     Attributes:
-        gpus: devices, such as `h200x2`.
-        granularity: as `Pool(granularity=...)`.
-        services: a built-in set, or a file.
-        policies: names of strategies, or `all`.
-        trace: a file of traffic; None to use `generator`.
-        generator: the name of a traffic generator.
-        tables: a file of measured curves, which replace published ones of the same names.
-        seconds: the length of the traffic in each run, at most that of a trace at the highest rate.
-        rates: load factors, as multiples of saturation; empty for the traffic's own rate.
-        seed: the first seed.
-        repeats: the number of seeds.
-        slo: targets in seconds by class; of a language model also `first` and `between`.
-        multiple: the target of every class as a multiple of its median alone; 0 for `slo` and the
+        gpus: The devices, such as `h200x2`.
+        granularity: As `Pool(granularity=...)`.
+        services: A built-in set, or a file.
+        policies: Names of strategies, or `all`.
+        trace: A file of traffic. None: use `generator`.
+        generator: The name of a traffic generator.
+        tables: A file of measured curves, which replace published ones of the same names.
+        seconds: The length of the traffic in each run; a trace at the highest rate may shorten it.
+        rates: Load factors, as multiples of saturation. Empty: the traffic's own rate.
+        seed: The first seed.
+        repeats: The number of seeds.
+        slo: Targets in seconds by class; for a language model also `first` and `between`.
+        multiple: The target of every class as a multiple of its median alone. 0: `slo`, or the
             services' own.
-        check: whether to simulate the published figures, too.
-        until_late: whether a policy is simulated only up to the first rate at which too few are in
-            time for every seed, which is what goodput needs.
+        check: Whether to simulate the published figures, too.
+        until_late: Whether to simulate a policy only up to the first rate at which too few requests
+            are in time for every seed, which is what goodput needs.
     """
 
     gpus: str = "h200"
@@ -60,7 +60,7 @@ class Experiment:
 
 @dataclass
 class RunGroup:
-    """The runs of one strategy at one rate: for each seed, the outcome and the latencies."""
+    """The runs of one strategy at one rate: the outcome and the latencies for each seed."""
 
     strategy: str
     rate: float
@@ -70,7 +70,7 @@ class RunGroup:
 
 @dataclass
 class Results:
-    """Runs by strategy and rate, and what they are compared with."""
+    """Runs by strategy and rate, with their references."""
 
     experiment: Experiment
     scenario: Scenario
@@ -79,7 +79,7 @@ class Results:
     alone_p99: dict[str, float]
     alone_rate: dict[str, float]
     groups: list[RunGroup]
-    #: The attainment of prefill that a clairvoyant is estimated to have, by rate, for each seed.
+    #: A clairvoyant's estimated attainment of prefill, by rate, for each seed.
     clairvoyant: dict[float, list[float]]
     checks: tuple[Check, ...]
     #: Seconds of virtual time of all runs together.
@@ -115,10 +115,10 @@ def goodputs(results: Results) -> dict[str, list[float]]:
 
 
 def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]:
-    """Compare each strategy's goodput with that of plain streams and of the best fixed splits.
+    """Compare each strategy's goodput with plain streams' and the best fixed splits'.
 
-    `where streams do`: the least ratio of its attainment to that of plain streams, over the rates
-    at which enough of every class is in time on plain streams.
+    `where streams do`: the lowest ratio of its attainment to plain streams' attainment, over the
+    rates at which plain streams have enough of every class in time.
     """
     good = goodputs(results)
     report: dict[str, dict[str, metrics.Interval]] = {}
@@ -133,7 +133,7 @@ def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]
 
 
 def beside_streams(results: Results, strategy: str) -> list[float]:
-    """Return for each seed the least ratio of attainment to plain streams', where those suffice."""
+    """Return each seed's lowest ratio of attainment to plain streams', where those suffice."""
     attainments = {
         (group.strategy, group.rate): attained(results, group) for group in results.groups
     }

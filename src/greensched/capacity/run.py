@@ -23,18 +23,18 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What stays the same while strategies are compared.
+    """The settings that are the same for all compared strategies.
 
     Attributes:
-        gpus: as `--gpus`.
-        granularity: as `Pool(granularity=...)`.
-        services: the classes.
-        seconds: the length of the traffic.
-        guard: interference between kinds of work.
-        late_after: for each class, the seconds after which a waiting request has missed every
-            target. A run continues after its traffic until that is so of every waiting request,
-            for at most `seconds`.
-        host: what a lease and a checkpoint take of the host; nothing where it was not measured.
+        gpus: The devices, as for `--gpus`.
+        granularity: As `Pool(granularity=...)`.
+        services: The classes.
+        seconds: The length of the traffic.
+        guard: The interference between kinds of work.
+        late_after: For each class, the seconds after which a waiting request has missed every
+            target. After its traffic a run continues until every waiting request has, but for at
+            most `seconds`.
+        host: The host's time for a lease and a checkpoint; zero if it was not measured.
     """
 
     gpus: str
@@ -48,15 +48,15 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """The outcome of one run. All but latencies and `drained` covers the time of the traffic only.
+    """The outcome of one run. Except latencies and `drained` it covers only the traffic's time.
 
     Attributes:
-        samples: the latencies of each class.
-        seconds: the length of the traffic.
-        drained: seconds of virtual time after the traffic.
-        sm_seconds: SM-seconds of each class on all devices, of kernels that ended in that time.
-        busy: the fraction of all SM-seconds in which a kernel ran.
-        decisions: leases granted.
+        samples: The latencies of each class.
+        seconds: The length of the traffic.
+        drained: Seconds of virtual time after the traffic.
+        sm_seconds: For each class, SM-seconds on all devices of kernels that ended in that time.
+        busy: The fraction of all SM-seconds in which a kernel ran.
+        decisions: The number of granted leases.
     """
 
     strategy: str
@@ -92,9 +92,9 @@ def simulate(strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int
 def alone(
     strategy: Strategy, scenario: Scenario, traffic: Traffic, seed: int
 ) -> dict[str, Outcome]:
-    """Run each class by itself, as if the others took no time.
+    """Run each class alone, as if the other classes took no time.
 
-    Such a run continues until all requests are served, for at most the scenario's seconds.
+    Such a run continues until all requests are served, but for at most the scenario's seconds.
     """
     scenario = replace(scenario, late_after=dict.fromkeys(scenario.services, math.inf))
     found = {}
@@ -134,8 +134,8 @@ async def _play(
 ) -> Outcome:
     """Send the traffic, and wait until every request is served or late.
 
-    If a run ended with its traffic, a strategy would have fewer late requests the more it left
-    waiting.
+    If a run ended with its traffic, a strategy that leaves more requests waiting would have fewer
+    late ones.
     """
     began, seconds = machine.now() / 1e9, scenario.seconds
     end = began + seconds
@@ -205,12 +205,12 @@ class _ServerGroup:
 
     def _send(self, arrival: Arrival) -> None:
         if arrival.service:
-            if arrival.service in self._by:  # otherwise another class runs by itself
+            if arrival.service in self._by:  # otherwise another class runs alone
                 self._least([arrival.service]).take(arrival)
         elif self._prefill is not None:
             names = [self._prefill.name] + ([self._decode.name] if self._decode else [])
             self._least(names).take(arrival)
-        elif self._decode is not None and arrival.generated > 1:  # decode by itself
+        elif self._decode is not None and arrival.generated > 1:  # decode runs alone
             self._least([self._decode.name]).take(arrival)
 
     def _least(self, names: Sequence[str]) -> Server:
@@ -220,7 +220,7 @@ class _ServerGroup:
         return self._by[names[0]][where]
 
     def is_undecided(self, until: float, late_after: Mapping[str, float]) -> bool:
-        """Say whether a request that came before `until` waits and is not late yet."""
+        """Say whether a request from before `until` waits and is not late yet."""
         now = self._machine.now() / 1e9
         return any(
             at <= until and now - at <= late_after.get(name, 0.0)
@@ -230,7 +230,7 @@ class _ServerGroup:
         )
 
     def done(self) -> dict[str, float]:
-        """Return the seconds of whole-device work that each class has done."""
+        """Return the work that each class has done, in seconds of a whole device."""
         return {name: sum(s.samples.done for s in each) for name, each in self._by.items()}
 
     def samples(self, began: float, done: Mapping[str, float]) -> dict[str, Samples]:
@@ -264,7 +264,7 @@ def _sm_seconds(
 
 
 def occupied(trace: Sequence[KernelRun]) -> float:
-    """Return the SM-seconds of one device in which a kernel ran; overlaps count once."""
+    """Return the SM-seconds of one device in which a kernel ran. Overlaps count once."""
     turns = sorted(
         [(each.start, 1, each.sms) for each in trace] + [(each.end, -1, each.sms) for each in trace]
     )

@@ -1,6 +1,6 @@
-"""Servers: how a program handles requests, one server for each class on each device.
+"""Servers: how a program handles requests, with a server for each class on each device.
 
-Times are of the virtual clock. The device's timeline separates the waiting of a piece from its
+Times are of the virtual clock. The device's timeline separates a piece's waiting from its
 running.
 """
 
@@ -18,23 +18,23 @@ from greensched.capacity.strategies import Client
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.workload import ServiceProfile
 
-#: The most tokens of a prompt in one pass: chunked prefill.
+#: The most tokens of a prompt in one pass (chunked prefill).
 CHUNK = 2_048
-#: Weight of the newest prompt in the average stretch: about the last ten count.
+#: The weight of the newest prompt in the average stretch; about the last ten count.
 SMOOTHING = 0.1
 
 
 @dataclass
 class Samples:
-    """Latencies of one class in seconds, and how many requests or tokens had each.
+    """Latencies of one class in seconds, with the number of requests or tokens for each.
 
     Attributes:
-        latency: the latency of each sample.
-        wait: the part of the latency in which none of its work ran.
-        weight: the number of requests or tokens of the sample.
-        at: when it began, on the virtual clock; in a run's outcome, since the run began.
-        left: the ages of requests that were not served at the end.
-        done: seconds of whole-device work.
+        latency: The latency of each sample.
+        wait: The part of the latency during which none of its work ran.
+        weight: The number of requests or tokens of the sample.
+        at: When it began, on the virtual clock; in a run's outcome, since the run began.
+        left: The ages of requests that were not served at the end.
+        done: Work done, in seconds of a whole device.
     """
 
     latency: list[float] = field(default_factory=list)
@@ -53,11 +53,11 @@ class Samples:
 
 
 def _ignore_latency(_latency: float, _weight: int) -> None:
-    """Do nothing: most strategies do not use latencies."""
+    """Do nothing, as most strategies do not use latencies."""
 
 
 async def _keep() -> None:
-    """Do nothing: most strategies hold nothing, or hold it throughout."""
+    """Do nothing, as most strategies hold nothing, or hold it throughout."""
 
 
 class Server(abc.ABC):
@@ -70,7 +70,7 @@ class Server(abc.ABC):
         self.samples = Samples()
         #: Requests that are queued or in progress.
         self.load = 0
-        #: Since when each request in progress waits.
+        #: Since when each request in progress has waited.
         self._in_progress: list[float] = []
         self._machine = machine
         self._client = client
@@ -92,7 +92,7 @@ class Server(abc.ABC):
         self._wake()
 
     def waiting(self) -> list[float]:
-        """Return since when each queued request, and each in progress, waits."""
+        """Return since when each request, queued or in progress, has waited."""
         return [*self._in_progress, *(arrival.at for arrival in self._queue)]
 
     @abc.abstractmethod
@@ -117,13 +117,13 @@ class Server(abc.ABC):
         return self._queue.popleft()
 
     async def _wait_for_work(self) -> None:
-        """Wait until woken; the client may release what it holds."""
+        """Wait until woken. The client may release what it holds."""
         self._arrived = asyncio.get_running_loop().create_future()
         await self._on_idle()
         await self._arrived
 
     async def _run(self, pieces: list[int], since: list[float]) -> float:
-        """Run a pass for requests that wait since these times; return the seconds it ran."""
+        """Run a pass for requests that have waited since these times; return how long it ran."""
         before = len(self._trace)
         self._in_progress = since
         await self._client.run(pieces)
@@ -150,7 +150,7 @@ class Requests(Server):
 
 
 class Loop(Server):
-    """Best effort: the next piece follows as soon as the last is done."""
+    """Best effort: the next piece begins as soon as the last one is done."""
 
     async def serve(self) -> None:
         """Run pieces, and count the work."""
@@ -162,11 +162,11 @@ class Loop(Server):
 
 
 class Prefill(Server):
-    """Reads prompts in the order of arrival; a prompt's latency ends with its first token.
+    """Reads prompts in order of arrival. A prompt's latency ends with its first token.
 
     With a `target_aware` client it schedules by targets. A prompt that would make others late waits
-    for all others. And a first token is released when the next step of decoding begins: a token
-    released in the middle of a step would wait for its rest and another step, so steps would have
+    for all others. And a first token is released when the next decode step begins: a token
+    released during a step would wait for the rest of it and another step, so steps would have
     to be half as long, twice as many, on more SMs.
     """
 
@@ -181,11 +181,11 @@ class Prefill(Server):
         super().__init__(machine, device, service, client)
         self._decode = decode
         self._target_aware = getattr(client, "target_aware", False)
-        #: Prompts that were read and whose first token is not released, and how long each ran.
+        #: Prompts that were read but whose first token is not released, and how long each ran.
         self._pending_tokens: list[tuple[Arrival, float]] = []
         if decode is not None and self._target_aware:
             decode.before_step = self._release_tokens
-        #: How many times longer than alone recent prompts took.
+        #: How many times longer than alone recent prompts took, on average.
         self._stretch = 1.0
 
     async def serve(self) -> None:
@@ -204,11 +204,11 @@ class Prefill(Server):
                 self._release_token(arrival, served)
 
     def _note_stretch(self, seconds: float, alone: float) -> None:
-        """Average how many times longer than alone recent prompts took."""
+        """Update the average of how many times longer than alone recent prompts took."""
         self._stretch += SMOOTHING * (seconds / alone - self._stretch)
 
     def _may_delay_token(self, arrival: Arrival, now: float) -> bool:
-        """Say whether a first token is still in time at the next step of decoding."""
+        """Say whether a first token will still be in time at the next decode step."""
         decode = self._decode
         if decode is None or arrival.generated <= 1:
             return False
@@ -221,7 +221,7 @@ class Prefill(Server):
         self._pending_tokens.clear()
 
     def _release_token(self, arrival: Arrival, served: float) -> None:
-        """Release a prompt's first token; the gap to the next one begins now."""
+        """Release a prompt's first token. The gap to the next token begins now."""
         now = self._now()
         self.samples.add(arrival.at, now - arrival.at, served)
         self._on_latency(now - arrival.at, 1)
@@ -230,11 +230,11 @@ class Prefill(Server):
             self._decode.take(replace(arrival, at=now))
 
     def waiting(self) -> list[float]:
-        """Return since when each prompt waits whose first token is not released."""
+        """Return since when each prompt has waited whose first token is not released."""
         return [*super().waiting(), *(arrival.at for arrival, _ in self._pending_tokens)]
 
     def pick(self) -> Arrival:
-        """Take a prompt: the oldest, or if target-aware, the oldest that fits in time."""
+        """Take the oldest prompt; if target-aware, the oldest that can be in time."""
         first = self._queue[0]
         if self._target_aware and len(self._queue) > 1:
             first = self._first_in_time([*self._queue]) or first
@@ -242,9 +242,9 @@ class Prefill(Server):
         return first
 
     def _first_in_time(self, waiting: list[Arrival]) -> Arrival | None:
-        """Return the first prompt of a largest set that can all be in time; None if none can.
+        """Return the first prompt of a largest set that can all be in time, or None.
 
-        Where a prompt would be late, the longest prompt of the set so far is left out. That keeps
+        If a prompt would be late, the longest prompt of the set so far is left out. This keeps
         the most prompts (Moore 1968) if each is slowed down as much as recent prompts were.
         """
         kept: list[Arrival] = []
@@ -266,7 +266,7 @@ class Prefill(Server):
 
 
 def passes(tokens: int, blocks: int, seconds_of: Callable[[float], float]) -> list[int]:
-    """Return the pieces of a prompt: passes of at most CHUNK tokens, cut into blocks of layers."""
+    """Return the pieces of a prompt: passes of at most CHUNK tokens, split into layer blocks."""
     pieces, read = [], 0
     while read < tokens:
         end = min(tokens, read + CHUNK)
@@ -279,18 +279,18 @@ def passes(tokens: int, blocks: int, seconds_of: Callable[[float], float]) -> li
 class Decode(Server):
     """Continuous batching: each step writes a token of every running request.
 
-    A latency is the gap between two tokens of a request. In a step it is the same for all requests
-    that did not join in that step, so these are one sample.
+    A latency is the gap between two tokens of a request. In one step it is the same for all
+    requests that did not just join, so these are one sample.
     """
 
-    #: Called before each step; it may queue requests that join in the step.
+    #: Called before each step; may queue requests that join in the step.
     before_step: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, machine: Machine, device: int, service: ServiceProfile, client: Client
     ) -> None:
         super().__init__(machine, device, service, client)
-        #: The steps after which running requests are done.
+        #: The step numbers after which running requests are done.
         self._ends: list[int] = []
         self._step = 0
         #: When the last step ended.

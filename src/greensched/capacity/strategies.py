@@ -1,10 +1,10 @@
-"""Strategies: the ways to share devices among classes that are compared.
+"""Strategies: the compared ways to share devices among classes.
 
-A strategy gives each class a client on each device. A client runs passes: sequences of pieces of
-work. Strategies differ in what may happen between two pieces.
+A strategy gives each class a client on each device. A client runs passes, which are sequences of
+pieces of work. Strategies differ in what may happen between two pieces.
 
-Plain streams, gates and mutexes use the device's primary context, as a program without this
-library does; the others use the public interface of the pool.
+Plain streams, gates and mutexes use the device's primary context, like a program without this
+library; the other strategies use the pool's public interface.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL, Size
 
-#: SMs of a cell of a pool, and of one with the finest granularity.
+#: SMs of a pool's cell, and of a cell at the finest granularity.
 CELL, FINEST = 8, 2
 
-#: Nanoseconds on the whole device of each piece of a pass.
+#: For each piece of a pass, its nanoseconds on the whole device.
 Pieces = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How an engine batches prompts and tokens, see `engine`.
+    """How an engine batches prompts and tokens; see `engine`.
 
     Attributes:
-        budget: the most tokens of a fused pass; 0 for passes that have prompts or tokens only.
-        interval: the decode steps between two passes of prompts.
+        budget: The most tokens of a fused pass. 0: each pass has only prompts or only tokens.
+        interval: The number of decode steps between two passes of prompts.
     """
 
     budget: int = 0
@@ -47,15 +47,15 @@ class Client(Protocol):
 
     A client may have more members: `target_aware` (its server schedules by targets, see
     `servers.Prefill`), `blocks` (the segments of a pass, instead of the class's), `batching` (see
-    `engine`), `record_latency(seconds, weight)`, called with each latency, and `idle()`, awaited
-    when its server has no more work.
+    `engine`), `record_latency(seconds, weight)`, which is called with each latency, and `idle()`,
+    which is awaited when its server has no more work.
     """
 
     async def run(self, pieces: Pieces) -> None:
         """Run a pass to its end."""
 
 
-#: Return the client of a class on a device.
+#: Returns the client of a class on a device.
 Clients = Callable[[int, ServiceProfile], Client]
 
 
@@ -64,17 +64,17 @@ class Strategy(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in `--policy`."""
+        """The strategy's name in `--policy`."""
 
     @property
     def about(self) -> str:
         """A line that describes it in the report."""
 
     def prepare(self, machine: Machine) -> None:
-        """Do what may block, before a loop runs."""
+        """Do everything that may block, before a loop runs."""
 
     def open(self, machine: Machine) -> AbstractAsyncContextManager[Clients]:
-        """Open a block in which its clients can be used."""
+        """Open a block in which the clients can be used."""
 
 
 # -- the pool ---------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def pool_of(machine: Machine, **options: Any) -> Pool:
 
 
 class HeldLeaseClient:
-    """Runs all passes in one lease that is held throughout."""
+    """Runs all passes in one lease, which it always holds."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HeldLeaseClient:
         )
 
     async def run(self, pieces: Pieces) -> None:
-        """Run a pass as one piece: on SMs of its own that takes as long."""
+        """Run a pass as one piece, which takes as long on SMs of its own."""
         self._bound.set(0, sum(pieces))
         await self._bound.submit()
 
@@ -119,9 +119,9 @@ class Split:
     """B3: a fixed split of each device, held from beginning to end.
 
     Args:
-        sms: the SMs of the highest class, and of those below it. The last class has the rest of a
+        sms: The SMs of the highest class and of those below it. The last class gets the rest of a
             device; if several are not named, they share the rest evenly.
-        target_aware: whether its servers schedule by targets, as those of `sized` do.
+        target_aware: Whether its servers schedule by targets, like those of `sized`.
     """
 
     def __init__(self, *sms: int, target_aware: bool = False) -> None:
@@ -137,7 +137,7 @@ class Split:
         """Return the SMs of each class.
 
         Raises:
-            InvalidRequest: nothing is left for a class.
+            InvalidRequest: No SM is left for a class.
         """
         ranked = sorted(machine.services.values(), key=lambda s: -s.priority)
         total, given = machine.sms[device], list(self.sms[: len(ranked) - 1])
@@ -170,10 +170,10 @@ class Split:
 
 
 class Alone(Split):
-    """B0: one class by itself on whole devices."""
+    """B0: one class alone on whole devices."""
 
     def sizes(self, machine: Machine, _device: int) -> Mapping[str, Size]:
-        """Return ALL for the one class."""
+        """Return ALL for the only class."""
         return dict.fromkeys(machine.services, ALL)
 
 
@@ -207,7 +207,7 @@ class LeaseClient:
         return {"sms": self._size}
 
     async def run(self, pieces: Pieces) -> None:
-        """Run each piece, or the whole pass, in a lease of its own."""
+        """Run each piece, or the whole pass, in its own lease."""
         for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
             options = self.lease_options(sum(some))
             async with self._pool.partition(device=self._device, **options) as p:
@@ -215,7 +215,7 @@ class LeaseClient:
                 await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:
-        """Return what is held; here nothing is."""
+        """Release what is held; here that is nothing."""
 
 
 @dataclass

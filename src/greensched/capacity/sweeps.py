@@ -1,6 +1,6 @@
-"""Sweeps: the parameters of a strategy that are tried, of which a run reports the best.
+"""Sweeps: several parameters of a strategy are tried, and each run reports the best.
 
-The best is found afterwards, for each rate and seed. No operator can do that, so a swept strategy
+The best is chosen afterwards, for each rate and seed, which no operator can do. So a swept strategy
 is compared at its most favourable.
 """
 
@@ -20,9 +20,9 @@ from greensched.capacity.workload import ServiceProfile
 
 #: The best of all fixed splits.
 BEST_SPLIT = "best-split"
-#: The same with target-aware servers, as `sized` has: the control for what its scheduler gains.
+#: The same with target-aware servers, like `sized`: the control for the gain of its scheduler.
 BEST_LATE = "best-split-late"
-#: The most fixed splits that are tried for one run.
+#: The most fixed splits to try for one run.
 MOST_SPLITS = 120
 
 Run = Callable[[Strategy], Outcome]
@@ -43,7 +43,7 @@ def names(services: Mapping[str, ServiceProfile]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Score:
-    """How good a run is: the worst class's attainment, the mean, and the work of best effort."""
+    """The quality of a run: the worst class's attainment, the mean, and best-effort work."""
 
     worst: float
     mean: float
@@ -51,7 +51,7 @@ class Score:
 
 
 def score(found: Mapping[str, Latencies], services: Mapping[str, ServiceProfile]) -> Score:
-    """Judge a run by the targets of its classes; a class without requests does not count."""
+    """Score a run by the targets of its classes. Classes without requests do not count."""
     some = [
         found[name].attained(service.latency)
         for name, service in services.items()
@@ -66,8 +66,8 @@ class Best:
     """The best run so far.
 
     Args:
-        run: simulates a strategy.
-        services: the classes, with their targets.
+        run: Simulates a strategy.
+        services: The classes, with their targets.
     """
 
     def __init__(self, run: Run, services: Mapping[str, ServiceProfile]) -> None:
@@ -79,7 +79,7 @@ class Best:
     @property
     def outcome(self) -> Outcome:
         """The outcome of the best run."""
-        assert self._best is not None  # something was tried
+        assert self._best is not None  # a strategy was tried
         return self._best[1]
 
     @property
@@ -89,7 +89,7 @@ class Best:
         return self._best is not None and self._best[0].worst == 1.0 and not loops
 
     def take(self, strategy: Strategy) -> bool:
-        """Simulate a strategy; return whether it is better than those before it."""
+        """Simulate a strategy; return whether it is better than all earlier ones."""
         outcome = self._run(strategy)
         self.outcomes.append(outcome)
         found = score(of_outcome(outcome), self._services)
@@ -105,11 +105,11 @@ def best_run(
     """Return the best run of a strategy over its parameters, and all of its runs.
 
     Args:
-        name: a strategy's name.
-        run: simulates a strategy.
-        services: the classes, with their targets.
-        sms: the SMs of the smallest device.
-        finest: the SMs by which a device can be split.
+        name: The name of a strategy.
+        run: Simulates a strategy.
+        services: The classes, with their targets.
+        sms: The SMs of the smallest device.
+        finest: The step in SMs in which a device can be split.
     """
     best = Best(run, services)
     if name in (BEST_SPLIT, BEST_LATE) and len(services) > 1:
@@ -123,7 +123,7 @@ def best_run(
 
 
 def split_of(name: str) -> tuple[int, ...] | None:
-    """Return the SMs of a name such as `split-48` or `split-48-24`; None for another name."""
+    """Return the SMs in a name such as `split-48` or `split-48-24`, or None."""
     first, *parts = name.split("-")
     if first == "split" and parts and all(part.isdigit() for part in parts):
         return tuple(map(int, parts))
@@ -131,7 +131,7 @@ def split_of(name: str) -> tuple[int, ...] | None:
 
 
 def _parameters(name: str, services: Mapping[str, ServiceProfile]) -> Sequence[Strategy]:
-    """Return a strategy with each of its parameters."""
+    """Return one strategy for each value of its parameter."""
     if name in (BEST_SPLIT, BEST_LATE):  # of one class
         return [Split(target_aware=name == BEST_LATE)]
     sms = split_of(name)
@@ -149,10 +149,10 @@ def _parameters(name: str, services: Mapping[str, ServiceProfile]) -> Sequence[S
 
 
 def _sweep_splits(best: Best, target_aware: bool, classes: int, sms: int, finest: int) -> None:
-    """Try fixed splits by coordinate descent: all of them are too many runs.
+    """Try fixed splits by coordinate descent, because all of them are too many.
 
-    It begins at even shares; a move gives SMs of one class to another. Of two classes one has more
-    in time the more SMs it has, and the other fewer, so there the best split is found.
+    It begins at even shares; a move gives SMs of one class to another. With two classes, more SMs
+    put more of one class in time and less of the other, so the search finds the best split.
     """
     tried: set[tuple[int, ...]] = set()
     at: tuple[int, ...] = ()
@@ -177,7 +177,7 @@ def _sweep_splits(best: Best, target_aware: bool, classes: int, sms: int, finest
 
 
 def _moves(at: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
-    """Yield the splits in which one class has a step more and another a step less."""
+    """Yield the splits in which one class has a step more and another class a step less."""
     for more in range(len(at)):
         for less in range(len(at)):
             if more != less:

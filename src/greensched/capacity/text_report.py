@@ -1,4 +1,4 @@
-"""The report as text: a table for each rate, goodput, and the reproduction of known figures."""
+"""The report as text: a table for each rate, goodput, and reproduced published figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(results: Results) -> str:
     """Format the whole report.
 
     Latencies are in milliseconds: of requests, to the first token (prefill) or between tokens
-    (decode). Attainments and shares are in percent; "at least" is the lower end of the interval.
+    (decode). Attainments and shares are in percent; "at least" is the interval's lower end.
     """
     report = as_dict(results)
     seeds = ", ".join(map(str, report["seeds"]))
@@ -87,7 +87,7 @@ def _latencies(found: dict[str, Any]) -> list[str]:
 
 
 def _goodput(report: dict[str, Any], seeds: int) -> list[str]:
-    """Format goodputs and their ratios to those of the controls."""
+    """Format goodputs and their ratios to the controls' goodputs."""
     if not report["goodput"]:
         return []
     titles = {

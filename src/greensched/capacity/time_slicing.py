@@ -10,12 +10,12 @@ from greensched.capacity.baselines import Streams
 from greensched.capacity.machine import Machine
 from greensched.capacity.strategies import Client, Clients, Pieces
 
-#: Time slices of two processes: 2 ms. An assumption: the driver's default, as commonly measured.
+#: The time slice of a process: 2 ms. An assumption: the driver's default, as commonly measured.
 SLICE_NS = 2_000_000
 
 
 class Turns:
-    """Time slices of the processes that have work; a process alone gets all of them."""
+    """Gives time slices to the processes that have work. A process alone gets all of them."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -35,7 +35,7 @@ class Turns:
             self._left.set_result(None)
 
     def rest(self, name: str) -> int:
-        """Return the nanoseconds left of a process's slice; 0 during another's slice."""
+        """Return the nanoseconds left in a process's slice, or 0 during another process's slice."""
         now = self._machine.now()
         if self._current not in self._waiting or self._waiting == {name}:
             if self._current != name:
@@ -50,13 +50,13 @@ class Turns:
     async def wait(self) -> None:
         """Wait until the current slice ends, or its process has no more work."""
         self._left = asyncio.get_running_loop().create_future()
-        # A loop's timer may be a nanosecond early: a little later is surely in the next slice.
+        # A loop's timer may be a nanosecond early. A little more certainly reaches the next slice.
         left = max(0, SLICE_NS - (self._machine.now() - self._since)) + 100
         await asyncio.wait([self._left], timeout=left / 1e9)
 
 
 class SlicedClient:
-    """A client that runs only in its slices. A slice's end preempts a kernel: long ones are cut."""
+    """A client that runs only in its slices. Long kernels are split, as a slice's end preempts."""
 
     def __init__(self, inner: Client, turns: Turns, name: str) -> None:
         self._inner = inner

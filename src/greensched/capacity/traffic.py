@@ -1,9 +1,9 @@
 """Traffic: requests and their arrival times, from a file or from a seeded generator.
 
-A request has token counts to read and to write (a language model), or a class and a cost in seconds
-of a whole idle device (a plain request).
+A request either has token counts to read and to write (a language model), or a class and a cost in
+seconds of a whole idle device (a plain request).
 
-The generators are fitted to published figures of traces, which stand beside their constants.
+The generators are fitted to published figures of traces, which are given beside their constants.
 Equal seeds give equal traffic.
 """
 
@@ -26,11 +26,11 @@ class Arrival:
     """One request.
 
     Attributes:
-        at: seconds since the beginning.
-        context: tokens to read; 0 for a plain request.
-        generated: tokens to write.
-        service: the class of a plain request.
-        cost: the cost of a plain request, in seconds of a whole idle device.
+        at: Seconds since the beginning.
+        context: Tokens to read; 0 for a plain request.
+        generated: Tokens to write.
+        service: The class of a plain request.
+        cost: The cost of a plain request, in seconds of a whole idle device.
     """
 
     at: float
@@ -49,10 +49,11 @@ Traffic = Sequence[Arrival]
 def read(path: Path) -> list[Arrival]:
     """Read `TIMESTAMP,ContextTokens,GeneratedTokens`, `arrival,class,cost`, or JSONL of either.
 
-    Columns are found by name, in any case. Times are seconds or ISO dates; the first becomes 0.
+    Columns are found by name, in upper or lower case. Times are seconds or ISO dates; the first
+    becomes 0.
 
     Raises:
-        InvalidRequest: the file cannot be read; the message says which line and why.
+        InvalidRequest: The file cannot be read; the message says which line and why.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -108,7 +109,7 @@ def _checked(arrival: Arrival) -> Arrival:
 
 
 def _time(value: object) -> float:
-    """Parse seconds or an ISO date, also with seven digits of a second as in the Azure traces.
+    """Parse seconds or an ISO date, which may have seven digits of a second (Azure traces).
 
     A date without a zone is UTC, so that it means the same on every machine.
     """
@@ -127,7 +128,7 @@ def _time(value: object) -> float:
 
 
 def window(traffic: Traffic, seconds: float, seed: int) -> list[Arrival]:
-    """Return a window of the traffic, at a place drawn by the seed; all of it if it is shorter."""
+    """Return a window of the traffic at a place chosen by the seed, or all of it if shorter."""
     end = traffic[-1].at
     if end <= seconds:
         return list(traffic)
@@ -148,8 +149,8 @@ def faster(traffic: Traffic, factor: float) -> list[Arrival]:
 class Lengths:
     """A distribution of token counts with the published quantiles and mean.
 
-    Between two quantiles the count (`log=False`) or its logarithm is linear, whichever can have
-    the mean; `least`, the smallest count, follows from the mean.
+    Between two quantiles the count (`log=False`) or its logarithm is linear, whichever can produce
+    the mean. `least`, the smallest count, follows from the mean.
     """
 
     p50: float
@@ -162,7 +163,7 @@ class Lengths:
         """Return the count below which this fraction of all requests lies."""
         marks = ((0.0, self.least), (0.5, self.p50), (0.9, self.p90), (0.99, self.p99))
         low = max(i for i, (q, _) in enumerate(marks) if q <= part)
-        # Beyond the last published quantile, the last hundredth: 1.2 times that quantile at most.
+        # Beyond the last published quantile, the last hundredth: at most 1.2 times that quantile.
         (q0, v0), (q1, v1) = (
             (marks[low], marks[low + 1]) if low < 3 else (marks[3], (1.0, 1.2 * self.p99))
         )
@@ -172,8 +173,8 @@ class Lengths:
 
 
 #: Tokens read and written in the Azure conversation trace, the Azure code trace and the Mooncake
-#: conversation trace: p50, p90 and p99 as published, and `least` so that the means are as
-#: published, which tests check (1155 and 211; 2048 and 28; 12035 and 343).
+#: conversation trace: the published p50, p90 and p99, and `least` chosen to give the published
+#: means, which tests check (1155 and 211; 2048 and 28; 12035 and 343).
 CONVERSATION = Lengths(1020, 2734, 4142, 11, True), Lengths(129, 424, 601, 62, False)
 CODE = Lengths(1469, 5188, 7436, 64, True), Lengths(13, 55, 251, 1, True)
 LONG = Lengths(6909, 27367, 85400, 35, True), Lengths(350, 597, 1119, 39, True)
@@ -181,7 +182,7 @@ LONG = Lengths(6909, 27367, 85400, 35, True), Lengths(350, 597, 1119, 39, True)
 
 # -- generators -------------------------------------------------------------------------------
 
-#: Seconds between arrivals, without end.
+#: An endless series of seconds between arrivals.
 Gaps = Iterator[float]
 
 
@@ -192,27 +193,27 @@ def poisson(rng: random.Random, rate: float) -> Gaps:
 
 
 def paced(rng: random.Random, rate: float) -> Gaps:
-    """Yield nearly equal gaps: below saturation no request waits for another."""
+    """Yield nearly equal gaps, so that below saturation no request waits for another."""
     while True:
         yield rng.uniform(0.9, 1.1) / rate
 
 
 def lognormal(rng: random.Random, rate: float, sigma: float) -> Gaps:
-    """Yield lognormal gaps, which come in bursts, as Paella's (SOSP'23) arrivals do."""
+    """Yield lognormal gaps, which form bursts, like the arrivals of Paella (SOSP'23)."""
     mu = -math.log(rate) - sigma * sigma / 2
     while True:
         yield rng.lognormvariate(mu, sigma)
 
 
 def gamma(rng: random.Random, rate: float, variation: float) -> Gaps:
-    """Yield gamma gaps with a coefficient of variation, which come in bursts."""
+    """Yield gamma gaps with a coefficient of variation, which form bursts."""
     shape = 1 / variation**2
     while True:
         yield rng.gammavariate(shape, 1 / (rate * shape))
 
 
 def breathing(rng: random.Random, rate: float, variation: float, period: float) -> Gaps:
-    """Yield exponential gaps at a rate that is drawn anew in each period."""
+    """Yield exponential gaps at a rate that is drawn again in each period."""
     shape = 1 / variation**2
     now, last, until, current = 0.0, 0.0, 0.0, rate
     while True:
@@ -239,11 +240,11 @@ class Generator:
     cost: float = 0.004
 
 
-#: Generators by name, with the rates of the traces. Conversation: the variance of its counts in a
-#: minute is 20.6 x their mean, as with a rate that varies by 24 % from minute to minute. Code: gaps
+#: Generators by name, with the rates of the traces. Conversation: the variance of its counts per
+#: minute is 20.6 x their mean, like a rate that varies by 24 % from minute to minute. Code: gaps
 #: with a coefficient of variation of 13.2, a lognormal's with sigma = sqrt(ln(1 + 13.2^2)) = 2.27.
-#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5 as in Tally; paced, as
-#: Tally's p99 alone is 1.01 of the mean.
+#: Bursty: sigma 1.5, Paella's milder setting. Requests: 4 ms at load 0.5 as in Tally; paced,
+#: because Tally's p99 alone is 1.01 of the mean.
 GENERATORS: dict[str, Generator] = {
     "poisson": Generator(5.53, poisson, CONVERSATION),
     "bursty": Generator(5.53, lambda rng, rate: lognormal(rng, rate, 1.5), CONVERSATION),
@@ -263,7 +264,7 @@ def generate(name: str, seconds: float, seed: int) -> list[Arrival]:
     """Generate this many seconds of traffic.
 
     Raises:
-        InvalidRequest: there is no such generator; the message lists them.
+        InvalidRequest: There is no such generator; the message lists them.
     """
     shape = GENERATORS.get(name)
     if shape is None:

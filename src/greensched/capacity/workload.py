@@ -1,8 +1,8 @@
-"""Classes of work: what a service does with a request, and how it is configured.
+"""Classes of work: what a service does with a request, and its configuration.
 
-There are four roles. *prefill* reads the prompts of a language model one at a time; *decode* writes
-their tokens, one token of each running request in each step; *request* is work of a given cost;
-*loop* is best effort without end. A pass of prefill or decode is cut by layers into `blocks`
+There are four roles. *prefill* reads the prompts of a language model one at a time. *decode* writes
+their tokens, in each step one token of each running request. *request* is work of a given cost.
+*loop* is best effort without end. A pass of prefill or decode is split by layers into `blocks`
 segments, between which SMs can move. On plain streams both take turns block by block, as the
 kernels of their layers would.
 """
@@ -29,21 +29,21 @@ class ServiceProfile:
     """A class of work: its configuration in the pool, and its behaviour.
 
     Attributes:
-        name: the name of the class.
-        role: one of the roles of this module.
-        curve: its time against SMs.
+        name: The name of the class.
+        role: One of the roles of this module.
+        curve: Its time by SMs.
         reserve: SMs of each device that are reserved for it.
-        cap: the most SMs it may have; 0 for all.
-        priority: larger goes first.
-        weight: its share, relative to other classes.
-        target: its latency target as a multiple of its alone-p99.
-        latency: its latency target in seconds; 0 to use `target`.
-        max_wait_for_reserve: the longest wait in seconds for lent SMs of its reserve; negative for
+        cap: The most SMs that it may have; 0 for all.
+        priority: Larger goes first.
+        weight: Its share relative to other classes.
+        target: Its latency target as a multiple of its alone-p99.
+        latency: Its latency target in seconds; 0 to use `target`.
+        max_wait_for_reserve: The longest wait in seconds for lent SMs of its reserve; negative for
             half its latency.
-        segment: seconds on the whole device of one piece of a request or loop.
-        blocks: segments of a pass of prefill or decode.
-        batch: the most requests decoded together.
-        depth: pieces that a loop keeps in flight.
+        segment: Seconds on the whole device of one piece of a request or loop.
+        blocks: Segments of a pass of prefill or decode.
+        batch: The most requests decoded together.
+        depth: Pieces that a loop keeps in flight.
     """
 
     name: str
@@ -67,9 +67,9 @@ class ServiceProfile:
         return self.role == "loop"
 
     def seconds(self, size: float) -> float:
-        """Return the seconds on the whole device of a prompt of so many tokens, or of a step.
+        """Return the whole-device seconds of a prompt of this many tokens, or of a decode step.
 
-        Of a step the size is its batch. They are those of the curve, if it was measured by size.
+        A step's size is its batch. The curve's seconds are used if it was measured by size.
         """
         curve = self.curve
         if not curve.sizes:
@@ -80,25 +80,25 @@ class ServiceProfile:
         return _through(points, size)
 
 
-#: Seconds of prompts and of steps of decoding by size, for Llama-2-70B on a group of 8 H100:
-#: Splitwise's perf_model.csv (MIT, Mutinifni/splitwise-sim). A simulated device stands for such a
-#: group: in tensor parallelism all GPUs do the same at the same time.
+#: Seconds of prompts and of decode steps by size, for Llama-2-70B on a group of 8 H100: Splitwise's
+#: perf_model.csv (MIT, Mutinifni/splitwise-sim). A simulated device represents such a
+#: group, because with tensor parallelism all GPUs do the same at the same time.
 PROMPT = ((0, 0.0), (512, 0.054), (2_048, 0.137), (8_192, 0.845))
-#: Beyond 64 the last slope continues: an extrapolation.
+#: Beyond 64 the last slope continues, an extrapolation.
 STEP = ((1, 0.0306), (32, 0.0386), (64, 0.0502))
 
 
 def _through(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Interpolate linearly between points; the last segment continues."""
+    """Interpolate linearly between points. Beyond them the last segment continues."""
     high = min(max(1, bisect_left([p[0] for p in points], x)), len(points) - 1)
     (x0, y0), (x1, y1) = points[high - 1], points[high]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-#: Seconds of a thread block: after it, SMs are free for a kernel of higher priority. Waves of
+#: Seconds of a thread block, after which SMs are free for a kernel of higher priority. Waves of
 #: products take 45 us in torch's training on an H200, and 230 us in W2's (`validation`).
 BLOCK_S = 0.0001
-#: A prompt and a batch whose pieces have as many blocks as take so long.
+#: A usual prompt and batch; their pieces have so many blocks that each takes the time above.
 USUAL_PROMPT, USUAL_BATCH = 1_024, 32
 
 
@@ -114,8 +114,8 @@ def waves(service: ServiceProfile) -> int:
 def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices: int) -> float:
     """Return how many times faster the traffic may come before the devices cannot keep up.
 
-    Computed as if one class at a time used all of each device's time, and decoding ran at its
-    largest batch: the most that plain time sharing can do.
+    Computed as if one class at a time used all of each device, and decoding ran at its
+    largest batch, which is the most that plain time sharing can do.
     """
     seconds = traffic[-1].at or 1.0
     decode = next((s for s in services.values() if s.role == "decode"), None)
@@ -139,7 +139,7 @@ def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices
 
 # -- services by name, or from a file ---------------------------------------------------------
 
-#: A language model on each device: tokens first, prompts with what they leave.
+#: A language model on each device: tokens have precedence, prompts get what they leave.
 LLM = (
     ServiceProfile(
         name="decode",
@@ -162,13 +162,13 @@ _INFERENCE = ServiceProfile(
     target=1.3,
     segment=0.0002,
 )
-#: Requests of about 4 ms beside a training loop, which goes on in pieces of 0.25 ms: seven of its
+#: Requests of about 4 ms beside a training loop, which continues in pieces of 0.25 ms: seven of its
 #: kernels of 34 us.
 W2 = (
     replace(_INFERENCE, cap=64),
     ServiceProfile(name="training", role="loop", curve=CURVES["gemm"], segment=0.00025),
 )
-#: The control: kernels that leave room beside others that do, on a device that neither fills.
+#: The control: two kinds of kernels that leave space, on a device that they do not fill.
 W8 = (
     _INFERENCE,
     ServiceProfile(name="scan", role="loop", curve=CURVES["ssm-b8"], segment=0.002),
@@ -187,7 +187,7 @@ def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[st
     """
     built_in = SERVICES.get(given)
     if built_in is not None:
-        # A table of a class's own name, as `greensched measure` writes, goes before its kind's.
+        # A table with a class's own name, as `greensched measure` writes, precedes its kind's.
         return {
             s.name: replace(s, curve=tables.get(s.name) or tables.get(s.curve.name, s.curve))
             for s in built_in
@@ -225,9 +225,9 @@ def _service(
     return ServiceProfile(**(given | {"name": name, "curve": curve}))
 
 
-#: Seconds of a piece of work, at least: no kernel is shorter.
+#: The fewest seconds of a piece of work, because no kernel is shorter.
 LEAST_SEGMENT = 1e-6
-#: Fields of a class, their types, and the values that they may have.
+#: Fields of a class, their types, and their allowed values.
 RULES: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[float], bool], str], ...] = (
     (("priority",), (int,), lambda _: True, "a whole number"),
     (("reserve", "cap"), (int,), lambda n: n >= 0, "a whole number of at least 0"),

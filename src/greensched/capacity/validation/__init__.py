@@ -1,8 +1,8 @@
 """Validation: does the simulation reproduce published figures? Printed with every report.
 
-Each check names its inputs (lengths of kernels, latencies of an idle partition, time slices) and
+Each check names its inputs (kernel lengths, latencies of an idle partition, time slices) and
 its prediction, which follows from residency, sharing and service times. Nothing is fitted to a
-result. A prediction that is off by more than a quarter is printed as not reproduced.
+result. A prediction that is wrong by more than a quarter is printed as not reproduced.
 """
 
 from __future__ import annotations

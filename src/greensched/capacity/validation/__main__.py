@@ -1,7 +1,8 @@
 """`python -m greensched.capacity.validation [WORKLOAD ...]`: predict measured figures again.
 
-Writes `predicted.csv` beside `measured.csv`, in its order, and prints every row. All workloads take
-about ten minutes of a core; figures of workloads that are not named stay as they are.
+Writes `predicted.csv` next to `measured.csv`, in the same order, and prints every row. All
+workloads take about ten minutes of a core; figures of workloads that are not named stay as they
+are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def main(workloads: list[str]) -> None:
     """Write the predictions, and print the table.
 
     Raises:
-        SystemExit: a workload was not measured; nothing is written.
+        SystemExit: A workload was not measured; nothing is written.
     """
     known = {row.key[1] for row in measured.inputs_and_rows()}
     if unknown := set(workloads) - known:

@@ -1,4 +1,4 @@
-"""Published figures on shared SMs: where sharing is bad, and where nothing is better."""
+"""Published figures on shared SMs: where sharing is bad, and where it is as good as anything."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from greensched.typing import Size
 
 # -- 3: Tally's setting -------------------------------------------------------------------------
 
-#: BERT inference of 4.05 ms, one each 8.1 ms (load 0.5; latencies are of requests by themselves:
-#: alone their p99 is 1.01 of their mean). Its kernels: the median of BERT's in Orion's profile.
+#: BERT inference of 4.05 ms, once every 8.1 ms (load 0.5; latencies are of requests alone, whose
+#: p99 is 1.01 of their mean). Its kernels have the median length of BERT's in Orion's profile.
 REQUEST_NS, KERNEL_NS, PERIOD_S = 4_050_000, 34_000, 0.0081
-#: A step of each of six training jobs: 16 stretches of equal time, each with a count of kernels and
-#: their average microseconds. The order of kernels matters: a request meets the large kernels of a
-#: step, or its small ones. From Orion's profiles of a V100 (MIT, eth-easl/orion at aded65d,
-#: benchmarking/model_kernels/*_fb1). Each kernel is as much shorter on an A100 as that computes
-#: faster (15.7 to 19.5 TFLOPS) or reads faster (900 to 1555 GB/s), whichever bounds it by the
-#: profile; the geometric mean of both where the profile does not say.
+#: A step of each of six training jobs: 16 stretches of equal time, each with a number of kernels
+#: and their average microseconds. The order of kernels matters, because a request meets either
+#: large or small kernels of a step. From Orion's profiles of a V100 (MIT, eth-easl/orion at
+#: aded65d, benchmarking/model_kernels/*_fb1). Each kernel is shorter on an A100 by the factor at
+#: which that computes faster (15.7 to 19.5 TFLOPS) or reads faster (900 to 1555 GB/s), whichever
+#: bounds it in the profile, or by the geometric mean of both if the profile does not say.
 Stretch = tuple[int, int]
 STEPS: dict[str, tuple[Stretch, ...]] = {
     "BERT, batch 8": (
@@ -64,9 +64,9 @@ STEPS: dict[str, tuple[Stretch, ...]] = {
         (119, 47), (128, 42), (127, 43), (113, 49), (98, 61), (8, 755), (988, 4), (1875, 3),
     ),
 }  # fmt: skip
-#: The fraction that TGS leaves to best effort in those runs; Tally's bound on a turn.
+#: The fraction that TGS leaves to best effort in those runs, and Tally's bound on a turn.
 TGS_RATE, TURN_NS = 0.79, 31_600
-#: Requests of a run; about ten take as long as a training step.
+#: Requests in a run; about ten take as long as a training step.
 REQUESTS = 40
 
 
@@ -90,14 +90,14 @@ def check_colocation(seed: int) -> Iterator[Check]:
 
 
 def _training(step: tuple[Stretch, ...], seed: int) -> Iterator[int]:
-    """Yield the nanoseconds of a job's kernels without end, from a stretch drawn by the seed."""
+    """Yield the nanoseconds of a job's kernels endlessly, from a stretch chosen by the seed."""
     first = random.Random(f"training {seed}").randrange(len(step))
     for number, us in itertools.cycle(step[first:] + step[:first]):
         yield from itertools.repeat(1000 * us, number)
 
 
 def _beside_training(strategy: Strategy, lengths: Iterator[int], rate: float, seed: int) -> float:
-    """Return a request's p99 over its time alone."""
+    """Return a request's p99 relative to its time alone."""
     machine = Machine("a100", pair(work(108), work(108)), {}, seed)
     number = REQUEST_NS // KERNEL_NS
     pieces = (KERNEL_NS,) * number
@@ -127,15 +127,15 @@ def _beside_training(strategy: Strategy, lengths: Iterator[int], rate: float, se
 
 # -- 4: nothing saturates -----------------------------------------------------------------------
 
-#: Zamba2 on an A100: prefill 8.15 ms and decode 0.89 ms alone. Their curves are those of kernels
+#: Zamba2 on an A100: prefill takes 8.15 ms and decode 0.89 ms alone. The curves are of kernels
 #: of the sister model Falcon-H1 (`tables`): the state-space scan, and attention at batch 8.
 PREFILL_NS, DECODE_NS = 8_150_000, 890_000
-#: Prefill's and decode's SMs, and what decode took there; prefill took 8.33 to 8.57.
+#: SMs of prefill and decode, and the published times there (prefill took 8.33 to 8.57).
 PUBLISHED_SPLITS = {(32, 76): (8.57, 1.07), (44, 64): (8.33, 0.96), (76, 32): (8.33, 1.39)}
 
 
 def nothing_saturates(seed: int) -> Iterator[Check]:
-    """Check small kernels that leave room: splits are worse than plain streams, the pool is not."""
+    """Check small kernels that leave space: splits lose to plain streams, the pool does not."""
     given = "alone 8.15 and 0.89 ms; curves of ssm-b8 and attention-b8 of another model"
     prefill, decode = _side_by_side(Streams(), seed)
     yield Check("small kernels on two streams: prefill, ms", 8.16, prefill, given)
@@ -152,7 +152,7 @@ def nothing_saturates(seed: int) -> Iterator[Check]:
 
 
 class _Halves(Split):
-    """A split whose sizes are given for each class."""
+    """A split with a given size for each class."""
 
     def __init__(self, given: dict[str, int]) -> None:
         super().__init__(next(iter(given.values())))
@@ -164,7 +164,7 @@ class _Halves(Split):
 
 
 def _side_by_side(strategy: Strategy, seed: int) -> tuple[float, float]:
-    """Return the milliseconds of prefill and decode, both in a loop."""
+    """Return the milliseconds of prefill and decode, each in a loop."""
     machine = Machine("a100", pair(CURVES["ssm-b8"], CURVES["attention-b8"]), {}, seed)
 
     async def decode(client: Client) -> None:

@@ -1,7 +1,7 @@
-"""The LLM engine that was measured, simulated: decode by steps over all slots, prompts one by one.
+"""Simulation of the measured LLM engine: decode steps over all slots, prompts one by one.
 
-The inputs are measured times, sizes, and the distributions of the arrivals: the time of a step and
-of a prompt alone on all SMs, and of a prompt on 84 SMs (docs/measurements/h200-580/engine.txt); the
+The inputs are measured times, sizes, and arrival distributions: the time of a step and of a prompt
+alone on all SMs, and of a prompt on 84 SMs (docs/measurements/h200-580/engine.txt); the
 time of a prompt by its length (h100-580/tables.json); the bytes of the weights and of the cache.
 """
 
@@ -30,29 +30,29 @@ from greensched.execution.bound_launch import BoundLaunch
 from greensched.typing import Cost
 
 #: Seconds of a run, the mean length of a prompt and of an output, and the standard deviation of the
-#: logarithm of a prompt's length: an assumption, as only the mean was reported.
+#: logarithm of a prompt's length (an assumption, because only the mean was reported).
 SECONDS, PROMPT, OUTPUT, SIGMA = 8.0, 700, 60, 0.5
-#: The requests of a run, by GPU and rate.
+#: The number of requests in a run, by GPU and rate.
 NUMBERS = {("h200", 14): 128, ("h200", 20): 173, ("h100", 10): 93, ("h100", 18): 158}
-#: Lengths of the prompts' graphs: multiples of it, at most five.
+#: The unit of the prompts' graph lengths, and the most multiples of it.
 GRAPH, GRAPHS = 256, 5
-#: Slots of the decode graph; layers, each of which is one kernel here.
+#: Slots of the decode graph; and layers, each of which is one kernel here.
 SLOTS, LAYERS = 32, 32
-#: Seconds of a step and of 1024 tokens of a prompt on all SMs, alone.
+#: Seconds of a step, and of 1024 tokens of a prompt, alone on all SMs.
 STEP_S = {"h200": 0.0077, "h100": 0.0098}
 PROMPT_S = 0.025
 #: Milliseconds of 1024 tokens by SMs, as measured there, and waves of a layer's products.
 SMS, PROMPT_MS = (1, 84, 132), (84 * 42.0, 42.0, 25.0)
 PROMPT_WAVES = 4
-#: Seconds of a prompt by its length, as a part of those of 1024 tokens (the same).
+#: Seconds of a prompt by its length, as a fraction of those for 1024 tokens (same source).
 BY_LENGTH = ((0, 0.0), (256, 1.02 / 3.16), (512, 1.64 / 3.16), (1024, 1.0), (1280, 1.25))
 #: Bytes that a step reads: the weights, and the cache of 32 slots of 1536 tokens. Bytes of a prompt
-#: of 1024 tokens: fitted to the gaps between tokens of the H100 at 10/s in partitions.
+#: of 1024 tokens, fitted to the gaps between tokens of the H100 at 10/s in partitions.
 STEP_BYTES, PROMPT_BYTES = 22.4e9, 60e9
-#: Watts of an SM in products of matrices (docs/measurements/h100-580/bandwidth.json), and of one
+#: Watts of an SM in matrix products (docs/measurements/h100-580/bandwidth.json), and of an SM
 #: that reads memory.
 PRODUCT_W, READ_W = 9.8, 1.8
-#: Of a first token and of the tokens of a good request, in seconds.
+#: Targets in seconds for the first token and for the gaps of a good request.
 FIRST_S, BETWEEN_S = 0.5, 0.020
 
 
@@ -63,7 +63,7 @@ class PromptLayers(SpeedupCurve):
     board: DeviceModel = PRESETS["h100"]
 
     def config(self, sms: int, threads: int = 2048, _waves: int = 1) -> LaunchConfig:
-        """Return a grid of some waves."""
+        """Return a grid of several waves."""
         return LaunchConfig(grid=PROMPT_WAVES * threads // 512 * sms, block=512)
 
     def cost(self, seconds: float, sms: int) -> Cost:
@@ -78,7 +78,7 @@ class PromptLayers(SpeedupCurve):
 
 @dataclass(frozen=True)
 class StepLayers(SpeedupCurve):
-    """A step's kernels: they read weights and cache, and leave room on every SM."""
+    """A step's kernels, which read weights and cache, and leave space on every SM."""
 
     board: DeviceModel = PRESETS["h100"]
 
@@ -95,7 +95,7 @@ class StepLayers(SpeedupCurve):
 
 @dataclass
 class Request:
-    """One request: when it came, its length, its tokens, and when each token came."""
+    """One request: its arrival, its length, its tokens, and the time of each token."""
 
     at: float
     prompt: int
@@ -104,7 +104,7 @@ class Request:
 
 
 def requests(gpu: str, rate: int) -> list[Request]:
-    """Return the requests of a run: as many as there were, at the times of a Poisson process."""
+    """Return the requests of a run: the measured number, at times of a Poisson process."""
     rng, found = random.Random(f"engine {rate}"), []
     mean = math.log(PROMPT) - SIGMA**2 / 2
     for at in sorted(rng.uniform(0, SECONDS) for _ in range(NUMBERS[gpu, rate])):
@@ -123,7 +123,7 @@ def prompt_seconds(tokens: float) -> float:
 
 
 class Engine:
-    """The two loops of the engine: prompts one by one, and steps while there are slots in use."""
+    """The engine's two loops: prompts one by one, and steps while slots are in use."""
 
     def __init__(self, gpu: str, rate: int) -> None:
         self.gpu = gpu
@@ -158,7 +158,7 @@ class Engine:
             request = self._queue.popleft()
             each = round(1e9 * prompt_seconds(request.prompt) / LAYERS)
             await client.run((each,) * LAYERS)
-            self._active.append(request)  # its first token comes with the next step
+            self._active.append(request)  # the next step produces its first token
             self._joined.set()
 
     async def _write(self, machine: Machine, client: Client) -> None:
@@ -178,7 +178,7 @@ class Engine:
             self._came.set()
 
     def one_thread(self, chunk: int) -> None:
-        """Serve all requests in one thread: chunks fused with steps; 0: prompts first."""
+        """Serve all requests in one thread, with chunks fused with steps; 0 means prompts first."""
         now, waiting, read = 0.0, deque(self.requests), 0
         active: list[Request] = []
         while waiting or active:
@@ -209,7 +209,7 @@ class Engine:
                 active.append(done)
 
     def figures(self) -> Iterator[tuple[str, float]]:
-        """Yield the percentiles of first tokens and of gaps in microseconds, and the good ones."""
+        """Yield the percentiles of first tokens and gaps in microseconds, and of good requests."""
         first = [r.tokens[0] - r.at for r in self.requests]
         gaps = [_gaps(r) for r in self.requests]
         between = [gap for each in gaps for gap in each]
@@ -229,7 +229,7 @@ def _gaps(request: Request) -> list[float]:
 
 
 class _Bound:
-    """A held partition: layers are bound launches."""
+    """A held partition, where layers are bound launches."""
 
     def __init__(self, bound: BoundLaunch) -> None:
         self._bound = bound

@@ -28,14 +28,14 @@ from greensched.pool import Pool
 
 # -- 1: start latency, HoloHub on an RTX 6000 Ada -----------------------------------------------
 
-#: Of an idle partition, from launch to start: median 3.9 us, p99 14.0. The critical kernel runs
+#: Launch to start in an idle partition: median 3.9 us, p99 14.0. The critical kernel runs
 #: for 1.2 us, and the load's kernels for 513 us (holoscan/holohub, green_context_benchmarking).
 IDLE_US, IDLE_P99_US, SHORT_NS, LOAD_NS = 3.9, 14.0, 1_200, 513_000
 STARTS = 1_000
 
 
 def start_latency(seed: int) -> Iterator[Check]:
-    """Check how long a kernel takes to start beside a load, on the same SMs and on others."""
+    """Check how long a kernel takes to start beside a load, on the same SMs and on other SMs."""
     shared, apart = (_starts(strategy, seed) for strategy in (Streams(), Split(72)))
     given = "start in an idle partition (p50 3.9, p99 14.0 us), a load of 513 us kernels"
     yield Check("start beside a load, p50, us", 272.0, percentile(shared, 0.5), given)
@@ -67,13 +67,13 @@ def _starts(strategy: Strategy, seed: int) -> list[float]:
 
 # -- 2: lending without the rule, on an A100 ----------------------------------------------------
 
-#: The critical tenant by itself: p99 62.5 us, one request every 5 ms. Unless it was protected it
-#: waited for one kernel of the borrower: 1609 us in the median of the same experiment.
+#: The critical tenant alone: p99 62.5 us, one request every 5 ms. Without protection it waited
+#: for one kernel of the borrower: 1609 us in the median of the same experiment.
 OWN_NS, EVERY_S, BORROWER_NS = 62_500, 0.005, 1_609_000
 
 
 def inversion(seed: int) -> Iterator[Check]:
-    """Check the effect of lending on the lender, without a rule and with reserves, and its gain."""
+    """Check what lending costs the lender, without a rule and with reserves, and its gain."""
     strict, strict_done = _lent(seed, _Sized(sizes={"critical": 52, "other": 52}))
     lent, lent_done = _lent(seed, _Sized(sizes={"critical": 52, "other": (52, 104)}))
     ruled, _ = _lent(seed, Classes())
@@ -88,7 +88,7 @@ def inversion(seed: int) -> Iterator[Check]:
 
 
 def _lent(seed: int, strategy: Strategy) -> tuple[list[float], float]:
-    """Return the critical tenant's latencies, and the work that the other does in a second."""
+    """Return the critical tenant's latencies, and the other tenant's work per second."""
     services = pair(work(108), TINY)
     services["critical"] = replace(
         services["critical"], reserve=52, cap=52, max_wait_for_reserve=0.0
@@ -98,7 +98,7 @@ def _lent(seed: int, strategy: Strategy) -> tuple[list[float], float]:
     found: list[float] = []
     done: list[int] = []
     latency = machine.driver.devices[0].model.launch_latency_ns
-    # A kernel takes BORROWER_NS on all SMs that may be lent; elsewhere its work is the same.
+    # A kernel takes BORROWER_NS on all SMs that may be lent; on other numbers its work is the same.
     kernel = round(BORROWER_NS / work(108).slowdown(104))
 
     async def critical(client: Client) -> None:
@@ -117,7 +117,7 @@ def _lent(seed: int, strategy: Strategy) -> tuple[list[float], float]:
 
 @dataclass
 class _Sized(Fifo):
-    """A lease for each kernel, of a given size for each class."""
+    """A lease for each kernel, with a given size for each class."""
 
     sizes: dict[str, int | tuple[int, int]] = field(kw_only=True)
 

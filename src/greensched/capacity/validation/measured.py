@@ -1,8 +1,9 @@
-"""Figures measured on an H100 and an H200, row by row, beside what the model predicts of them.
+"""Figures measured on an H100 and an H200, row by row, with the model's predictions.
 
-`measured.csv` has the figures with their sources under `docs/measurements`; microseconds unless a
-figure's name says otherwise. `predicted.csv` has what `python -m greensched.capacity.validation`
-found last: it takes minutes, so reports only read it, and a test computes a part of it again.
+`measured.csv` has the figures with their sources under `docs/measurements`, in microseconds unless
+a figure's name says otherwise. `predicted.csv` has the latest result of `python -m
+greensched.capacity.validation`, which takes minutes; so reports only read it, and a test computes a
+part of it again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from greensched.capacity.validation.scenarios import WITHIN
 HERE = Path(__file__).parent
 MEASURED, PREDICTED = HERE / "measured.csv", HERE / "predicted.csv"
 KEYS = ("gpu", "workload", "case", "arm", "figure")
-#: A measured difference that a ranking must reproduce.
+#: The ratio of measured figures from which a ranking must reproduce their order.
 DIFFERENT = 1.15
-#: Arms that give the times of work by itself: inputs of the predictions.
+#: Arms that give the times of work alone, which are inputs of the predictions.
 INPUTS = {"alone", "other alone", "plain alone"}
-#: The rate of training, from which that on fewer SMs is predicted.
+#: The given rate of training, from which the rate on fewer SMs is predicted.
 GIVEN = ("h200", "torch", "graph", "streams", "steps/s")
 #: Rows that parameters were fitted to: (workload, case, arm, figures). `host_costs` and
-#: `contention` say which parameter to which.
+#: `contention` say which parameter was fitted to which row.
 FITTED = (
     ("W1", "spin 0.04 ms", "lease each", ("p50", "p99")),
     ("W1", "spin 0.25 ms", "lease each", ("p50", "p99")),
@@ -41,7 +42,7 @@ FITTED = (
     ("torch", "graph", "partition 16", ("MHz",)),
     ("engine", "10/s", "split 48", ("between p50", "between p99")),
 )
-#: Why a group of rows is not predicted, or known to be predicted badly.
+#: Why a group of rows is not predicted, or is known to be predicted badly.
 REASONS = {
     ("engine", ""): "arrivals and the spread of prompts' lengths were not recorded",
     ("torch", "streams"): "more of a pass fits beside the last wave of each product than modelled",
@@ -53,7 +54,7 @@ Key = tuple[str, str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: measured, with its 95 % interval as factors where there is one, and predicted."""
+    """One figure: measured, with its 95 % interval as factors if known, and predicted."""
 
     key: Key
     value: float
@@ -64,12 +65,12 @@ class Row:
 
     @property
     def is_input(self) -> bool:
-        """Say whether predictions are given this figure."""
+        """Say whether the figure is an input of the predictions."""
         return self.key[3] in INPUTS or self.key == GIVEN
 
     @property
     def is_known(self) -> bool:
-        """Say whether the measurement itself is known to a quarter."""
+        """Say whether the measurement itself is known to within a quarter."""
         return self.low >= 1 / (1 + WITHIN) and self.high <= 1 + WITHIN
 
     @property
@@ -98,7 +99,7 @@ class Row:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Read the figures that count: no inputs, and none whose interval is wider than a quarter."""
+    """Read the figures that count: no inputs, and none with an interval wider than a quarter."""
     return tuple(row for row in inputs_and_rows() if row.is_known and not row.is_input)
 
 
@@ -115,8 +116,8 @@ def _key(row: dict[str, str]) -> Key:
 
 @functools.cache
 def inputs_and_rows() -> tuple[Row, ...]:
-    """Read every measured figure, and its prediction where there is one."""
-    found = _read(PREDICTED) if PREDICTED.exists() else ()  # the command makes it again
+    """Read every measured figure, with its prediction if there is one."""
+    found = _read(PREDICTED) if PREDICTED.exists() else ()  # the command creates it again
     predicted = {key: float(row["value"]) for key, row in found}
     return tuple(
         Row(
@@ -132,7 +133,7 @@ def inputs_and_rows() -> tuple[Row, ...]:
 
 
 def inputs() -> dict[Key, float]:
-    """Return every measured figure by its key, inputs included."""
+    """Return every measured figure by its key, including inputs."""
     return {row.key: row.value for row in inputs_and_rows()}
 
 
@@ -141,14 +142,14 @@ def inputs() -> dict[Key, float]:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Two arms whose measured figures differ by more than 15 %: the better and the worse."""
+    """Two arms whose measured figures differ by more than 15 %: the better and the worse one."""
 
     better: Row
     worse: Row
 
     @property
     def is_right(self) -> bool:
-        """Say whether the prediction has the same order."""
+        """Say whether the predictions are in the same order."""
         a, b = self.better.predicted, self.worse.predicted
         if a is None or b is None:
             return False
@@ -173,7 +174,7 @@ def rankings(found: Sequence[Row]) -> list[Ranking]:
 
 
 def summary() -> list[str]:
-    """Return the first lines of a report: how true the model is on GPUs."""
+    """Return the first lines of a report: how accurate the model is on GPUs."""
     found = rows()
     held_out = [row for row in found if not row.is_fitted]
     pairs = rankings(found)
@@ -197,7 +198,7 @@ def summary() -> list[str]:
     return [first, second]
 
 
-#: The figure by which a workload's best arm is chosen, and whether more is better; then the second.
+#: The figures by which a workload's best arm is chosen, in order, and whether more is better.
 CHOSEN_BY = {
     "W1": (("p99", False),),
     "W2": (("p99", False),),
@@ -208,9 +209,10 @@ CHOSEN_BY = {
 
 
 def choices() -> dict[tuple[str, str, str], tuple[str, str, bool]]:
-    """Return the best arm by measurement, by the model, and whether the latter is as good.
+    """Return the best arm by measurement, the best by the model, and whether that is as good.
 
-    Of each GPU, workload and case. It is as good if it is the best, or measured within 15 % of it.
+    For each GPU, workload and case. It is as good if its measured figure is within 15 % of the
+    best.
     """
     arms: dict[tuple[str, str, str], dict[str, dict[str, Row]]] = {}
     for row in inputs_and_rows():

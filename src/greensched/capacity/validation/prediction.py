@@ -1,4 +1,4 @@
-"""The settings of the measured figures, and what the model predicts of each."""
+"""The settings of the measured figures, and the model's predictions for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from greensched.typing import Cost
 HOSTS = {"h200": H200_HOST, "h100": H100_HOST}
 PLAIN = ("streams", "priority", "split")
 W1_CASES = ("spin 0.04 ms", "spin 0.25 ms", "spin 2 ms", "spin 10 ms", "spin 2 ms on half")
-#: Seconds of a request that are not its kernels': the launch of the first, and the way back.
+#: Seconds of a request outside its kernels: the launch of the first one, and the way back.
 REQUEST_S = 13e-6
 #: Bytes of W7's copy, and of a saxpy of 2**24 items.
 COPY_BYTES, SAXPY_BYTES = 8 * 2**26, 12 * 2**24
@@ -43,9 +43,9 @@ Predicted = Iterator[tuple[Key, float]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a workload was run on one GPU: seconds of a slice, launches and seconds of a request.
+    """How a workload was run on one GPU: seconds of a slice; launches and seconds of a request.
 
-    `same` is how many times longer a request takes on the split's SMs, alone, than on all.
+    `same` is how many times longer a request takes alone on the split's SMs than on all SMs.
     """
 
     seconds: float
@@ -55,8 +55,8 @@ class Run:
     same: float = 1.0
 
 
-#: Of the H100 as its file says. Of the H200 launches are the request over the kernel, and seconds
-#: follow from the program's 320 s, its shares and the arms.
+#: For the H100 as in its file. For the H200 launches are the request's time over the kernel's, and
+#: seconds follow from the program's 320 s, its shares and the arms.
 RUNS = {
     ("h200", "W1"): Run(0.25),
     ("h100", "W1"): Run(0.10),
@@ -67,7 +67,7 @@ RUNS = {
     ("h200", "W2"): Run(1.2, 57, 0.00401, 64),
     ("h100", "W2"): Run(0.10, 56, 0.0039714, 32, 1.363),
 }
-#: Rounds of which a case was cut short.
+#: The number of rounds of a case that was cut short.
 CUT = {("h100", "W2", "load 0.5"): 2}
 
 
@@ -133,7 +133,7 @@ def _w2(gpu: str, case: str) -> Setting:
     run = RUNS[gpu, "W2"]
     load = float(case.split()[1])
     each = 1e9 * (run.alone - REQUEST_S) / run.launches
-    # Two blocks on an SM take as much longer as they were measured to take.
+    # Two blocks on an SM take as much longer as was measured.
     work = each * (run.same - 1)
 
     def little(sms: int) -> Cost:
@@ -184,7 +184,7 @@ def _isolation(gpu: str, case: str) -> Setting:
     )
 
 
-#: What makes the setting of each workload, and its cases.
+#: For each workload, the function that makes its settings, and its cases.
 SETTINGS: dict[str, tuple[Callable[[str, str], Setting], tuple[str, ...]]] = {
     "W1": (_w1, W1_CASES),
     "W7": (_w7, ("copy",)),
@@ -215,13 +215,13 @@ def arms(gpu: str, workload: str, case: str) -> tuple[str, ...]:
 
 @dataclass
 class _Copying:
-    """A kernel that only moves bytes, as `speeds` sees it."""
+    """A kernel that only moves bytes, in the form that `speeds` needs."""
 
     cost: Cost
 
 
 def bandwidths() -> Predicted:
-    """Predict the gigabytes a second of copies on some SMs, alone and beside others."""
+    """Predict the gigabytes per second of copies on some SMs, alone and beside others."""
     for key in inputs():
         gpu, workload, case, arm, _ = key
         if workload != "bandwidth":
@@ -240,17 +240,17 @@ def bandwidths() -> Predicted:
 
 # -- torch ----------------------------------------------------------------------------------------
 
-#: SMs of the model's partition, and of training beside it.
+#: SMs of the model's partition, and of training beside it, in several cases.
 MODEL_SMS, TRAINING_SMS, FEW_SMS, ALL_SMS = 48, 84, 16, 132
-#: Watts of an SM of training: what 16 of them added (446 W less 295 W). Of the model: 295 W alone
-#: on 48 SMs, less an idle board's 120.
+#: Watts of an SM in training: what 16 SMs added (446 W minus 295 W). In the model: 295 W alone
+#: on 48 SMs, minus an idle board's 120.
 TRAINING_W, MODEL_W = (446 - 295) / 16, (295 - 120) / 48
-#: Microseconds of an eager pass on the GPU, alone on 48 SMs; of a thread's hop.
+#: Microseconds of an eager pass on the GPU, alone on 48 SMs; and of a thread's hop.
 EAGER_GPU_US, HOP_US = 1_960, 104
-#: Kernels of the model: eleven in each of six layers; how much longer a pass takes on 48 SMs.
+#: Kernels of the model, eleven in each of six layers; and how much longer a pass takes on 48 SMs.
 MODEL_KERNELS, MODEL_SLOWER = 66, 1.93
 #: A product of training: 8192 x 4096 x 4096, twice the time of 4096 cubed (`torch_interop` of the
-#: probe: 174 us), in tiles of 128 x 256, one on an SM; bytes of an elementwise kernel of it.
+#: probe: 174 us), in tiles of 128 x 256, one per SM; and the bytes of its elementwise kernel.
 PRODUCT_US, PRODUCT_TILES, ELEMENTWISE_BYTES = 348, 1024, 100e6
 #: The highest clock, in MHz.
 MHZ = 1980
@@ -284,7 +284,7 @@ def torch_model() -> Predicted:
 
 
 def torch_on_streams() -> Predicted:
-    """Predict the torch model on streams beside training: kernels that wait for its products."""
+    """Predict the torch model on streams beside training, whose products its kernels wait for."""
     alone = inputs()["h200", "torch", "graph", "plain alone", "p50"]
     each = 1e3 * (alone - HOP_US) / MODEL_KERNELS
     work = each * (MODEL_SLOWER - 1) / (ALL_SMS / MODEL_SMS - 1)
@@ -311,7 +311,7 @@ def torch_on_streams() -> Predicted:
     for arm in ("streams", "priority"):
         found = run(setting, arm)
         for part, at in (("p50", 0.5), ("p99", 0.99)):
-            for case in ("graph", "eager"):  # the device is what both wait for
+            for case in ("graph", "eager"):  # both wait for the device
                 yield ("h200", "torch", case, arm, part), percentile(found.critical, at)
         yield ("h200", "torch", "graph", arm, "steps/s"), 1e6 / percentile(found.other, 0.5)
 
@@ -325,7 +325,7 @@ def engines(progress: Callable[[str], None]) -> Predicted:
 
 
 def predict(workloads: Sequence[str], progress: Callable[[str], None]) -> Predicted:
-    """Predict every figure, or those of these workloads. It takes minutes."""
+    """Predict every figure, or those of some workloads. Takes minutes."""
     quick: dict[str, tuple[Callable[[], Predicted], ...]] = {
         "bandwidth": (bandwidths,),
         "torch": (torch_model, torch_on_streams),

@@ -12,7 +12,7 @@ from greensched.capacity.metrics import WeightedValues
 from greensched.capacity.strategies import Client, Strategy
 from greensched.capacity.workload import ServiceProfile
 
-#: The relative error up to which a figure counts as reproduced.
+#: The relative error within which a figure counts as reproduced.
 WITHIN = 0.25
 
 
@@ -40,7 +40,7 @@ TINY = SpeedupCurve("tiny", (1, 144), (1.0, 1.0), fills=False, source="by defini
 
 
 def work(sms: int) -> SpeedupCurve:
-    """Return the curve of work that scales linearly with SMs, on a device of this many."""
+    """Return the curve of work that scales linearly with SMs, on a device of this many SMs."""
     return SpeedupCurve("work", (1, sms), (float(sms), 1.0), source="by definition")
 
 
@@ -48,7 +48,7 @@ Drive = Callable[[Machine, Callable[[str], Client]], Awaitable[None]]
 
 
 def play(machine: Machine, strategy: Strategy, drive: Drive) -> None:
-    """Run a coroutine on a strategy's clients of device 0 to its end."""
+    """Run a coroutine to its end on a strategy's clients of device 0."""
 
     async def main() -> None:
         async with strategy.open(machine) as clients:
@@ -64,7 +64,7 @@ def play(machine: Machine, strategy: Strategy, drive: Drive) -> None:
 
 
 async def beside(work: Awaitable[None], loop: Awaitable[None]) -> None:
-    """Run the work, and beside it a loop that is cancelled at its end."""
+    """Run the work, and beside it a loop that is cancelled when the work ends."""
     task = asyncio.ensure_future(loop)
     await work
     task.cancel()
@@ -80,13 +80,13 @@ async def forever(client: Client, lengths: Iterator[int], done: list[int] | None
 
 
 def same(ns: int) -> Iterator[int]:
-    """Yield the same length without end."""
+    """Yield the same length endlessly."""
     while True:
         yield ns
 
 
 def pair(low: SpeedupCurve, high: SpeedupCurve, **more: int) -> dict[str, ServiceProfile]:
-    """Return a class of requests, and one of lower priority that loops."""
+    """Return a class of requests, and a looping class of lower priority."""
     return {
         "critical": ServiceProfile(name="critical", role="request", curve=high, priority=1, **more),
         "other": ServiceProfile(name="other", role="loop", curve=low),

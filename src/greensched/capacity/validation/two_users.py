@@ -1,8 +1,8 @@
-"""Two users on one GPU: the workloads W1, W2, W7 and W8 that were measured, simulated.
+"""Two users on one GPU: simulations of the measured workloads W1, W2, W7 and W8.
 
-The same loops and arrivals as in `benchmarks/gpu/sharing.py`, whose seeds of arrivals are repeated;
-that program takes its classes from here. Given are the grids of the kernels, their times alone, the
-split, and the host's costs (`host_costs`); everything else follows.
+They have the loops, arrivals and seeds of `benchmarks/gpu/sharing.py`, which takes its classes from
+here. The inputs are the kernels' grids, their times alone, the split, and the host's costs
+(`host_costs`); everything else follows.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from greensched.pool import Pool
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL, Cost, Size
 
-#: Slices of each arm, as measured.
+#: The number of measured slices of each arm.
 ROUNDS = 5
 #: Mean pause between two requests of W1, in seconds.
 PAUSE_S = 0.0005
-#: The part of a checkpoint interval after which a busy user comes to its checkpoint.
+#: The fraction of a checkpoint interval after which a busy user reaches its checkpoint.
 OF_SEGMENT = 0.6
 #: Pieces that a busy user keeps in flight.
 DEPTH = 2
-#: Bytes a second that an SM draws by 4 bytes a thread: copies on 8 SMs of an H100 (bandwidth.json).
+#: Bytes a second that an SM draws at 4 bytes a thread: copies on 8 SMs of an H100 (bandwidth.json).
 NARROW = 38.8e9
-#: Watts of an SM in arithmetic without tensor cores (the same).
+#: Watts of an SM in arithmetic without tensor cores (same source).
 ARITHMETIC_W = 2.7
 
 CostOf = Callable[[int], Cost]
@@ -49,14 +49,14 @@ CostOf = Callable[[int], Cost]
 
 @dataclass(frozen=True)
 class GridWork(SpeedupCurve):
-    """Kernels of one grid, each with a cost by SMs; a piece names one by its number, from 1 on."""
+    """Kernels of one grid, each with a cost by SMs. A piece is the number of a kernel, from 1."""
 
     grid: int = 1
     block: int = 256
     kinds: tuple[CostOf, ...] = ()
 
     def config(self, _sms: int, _threads: int = 2048, _waves: int = 1) -> LaunchConfig:
-        """Return the grid and the block, whatever the device."""
+        """Return the grid and the block, which do not depend on the device."""
         return LaunchConfig(grid=self.grid, block=self.block)
 
     def cost(self, seconds: float, sms: int) -> Cost:
@@ -70,12 +70,12 @@ def grid_work(name: str, grid: int, block: int, *kinds: CostOf) -> GridWork:
 
 
 def rounds_of(grid: int, resident: int, wave_us: float) -> CostOf:
-    """Return the cost of blocks that take a fixed time each, so many at once on an SM."""
+    """Return the cost of blocks of fixed duration, of which an SM runs some at once."""
     return lambda sms: Cost(fixed_ns=1e3 * wave_us * math.ceil(grid / (resident * sms)))
 
 
 def arithmetic(grid: int, block_us: float) -> CostOf:
-    """Return the cost of blocks of arithmetic: an SM works on its blocks one after another."""
+    """Return the cost of blocks of arithmetic, which an SM runs one after another."""
 
     def cost(sms: int) -> Cost:
         took = 1e3 * block_us * math.ceil(grid / sms)
@@ -94,18 +94,18 @@ class Setting:
     """One workload as it was measured on one GPU.
 
     Attributes:
-        gpu: as `--gpus`.
-        critical, other: the kernels of the users.
-        request: the kernels of a request of the critical user; `piece`: of the other's piece.
+        gpu: The device, as for `--gpus`.
+        critical, other: The kernels of the users.
+        request: The kernels of a request of the critical user; `piece`: of the other's piece.
         split: SMs of the critical user.
-        seconds: of a slice.
-        host: the host's costs.
-        load: requests a second of the critical user; 0: one after another, timed to their start.
-        other_requests: the other user has requests, too.
-        services: the classes of each arm of ours.
-        rounds: slices of each arm.
-        pause: mean seconds between two requests that come one after another.
-        to_end: such a request is timed to its kernel's end, not to its start.
+        seconds: The length of a slice.
+        host: The host's costs.
+        load: Requests a second of the critical user. 0: one after another, timed to their start.
+        other_requests: Whether the other user has requests, too.
+        services: The classes of each arm of ours.
+        rounds: The number of slices of each arm.
+        pause: Mean seconds between two requests that come one after another.
+        to_end: Whether such a request is timed to its kernel's end instead of its start.
     """
 
     gpu: str
@@ -126,14 +126,14 @@ class Setting:
 
 @dataclass
 class Found:
-    """What one arm gave: microseconds of the critical user, and of the other's piece or request."""
+    """The result of an arm: microseconds of the critical user, and of the other user's pieces."""
 
     critical: list[float] = field(default_factory=list)
     other: list[float] = field(default_factory=list)
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value below which this part of the values lies, interpolated."""
+    """Return the value below which this fraction of the values lies, interpolated."""
     return float(np.quantile(values, part))
 
 
@@ -141,7 +141,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def kept(sms: int) -> list[ServiceClass]:
-    """Return a critical class with a reserve that is never lent, and another on what is left."""
+    """Return a critical class with a reserve that is never lent, and a class on the rest."""
     return [
         ServiceClass("critical", reserve=sms, priority=10),
         ServiceClass("other", preemptible=True, checkpoint_interval=0.010),
@@ -149,7 +149,7 @@ def kept(sms: int) -> list[ServiceClass]:
 
 
 def lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
-    """Return the classes of a reserve that is lent while idle."""
+    """Return classes with a reserve that is lent while idle."""
     return [
         ServiceClass("critical", reserve=sms, priority=10, max_wait_for_reserve=seconds),
         ServiceClass("other", preemptible=True, checkpoint_interval=seconds),
@@ -157,7 +157,7 @@ def lent(sms: int, seconds: float = 0.004) -> list[ServiceClass]:
 
 
 def shared(sms: int) -> list[ServiceClass]:
-    """Return classes that share all SMs while both keep their latencies."""
+    """Return classes that share all SMs while both meet their latencies."""
     return [
         ServiceClass("critical", reserve=sms, priority=10, latency=0.050, shared=True),
         ServiceClass("other", latency=0.050, shared=True),
@@ -169,7 +169,7 @@ def shared(sms: int) -> list[ServiceClass]:
 
 @dataclass
 class Place(abc.ABC):
-    """Where a user's work runs."""
+    """Runs a user's work on a stream or in a lease."""
 
     machine: Machine
     setting: Setting
@@ -192,7 +192,7 @@ class Place(abc.ABC):
         return self.machine.now() / 1e9
 
     def _begun(self, asked: float) -> float:
-        """Return the seconds from a request until its kernel began, but for the host's part."""
+        """Return the seconds from a request until its kernel began, excluding host time."""
         trace = self.machine.traces[0]
         run = next(run for run in reversed(trace) if run.service == self.user)
         latency = self.machine.driver.devices[0].model.launch_latency_ns
@@ -202,7 +202,7 @@ class Place(abc.ABC):
         return p.bind(self.machine.configs[self.user][0], self.machine.kernels[self.user], 1)
 
     def _submit(self, bound: BoundLaunch) -> Awaitable[None]:
-        """Launch all pieces of the work, of which the last one is awaited."""
+        """Launch all pieces of the work; return the last one, to be awaited."""
         *firsts, last = self._pieces
         for kind in firsts:
             bound.set(0, kind)
@@ -236,10 +236,10 @@ class OnStream(Place):
 
 @dataclass
 class Held(Place):
-    """A lease that is held."""
+    """A lease that is held all the time."""
 
     p: Partition
-    #: Its launches are the pool's bound ones, not raw ones on a green context's stream.
+    #: Whether launches are the pool's bound ones, or raw ones on a green context's stream.
     is_bound: bool
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ class Leased(Place):
     segment: float = 0.010
 
     async def request(self) -> float:
-        """Lease, make one request, return the lease; return the seconds to its start."""
+        """Take a lease, make one request, and return the lease; return the seconds to its start."""
         host, asked = self.setting.host, self._now()
         async with self.pool.partition(self.sms, service=self.user) as p:
             took = host.lease.seconds(self.rng) + host.submission.seconds(self.rng)
@@ -321,7 +321,7 @@ class Leased(Place):
 
 
 def run(setting: Setting, arm: str) -> Found:
-    """Simulate one arm: `streams`, `priority`, `split`, or one of ours by its name."""
+    """Simulate one arm: `streams`, `priority`, `split`, or one of ours, by name."""
     profiles = {
         name: ServiceProfile(name=name, role="loop", curve=curve, priority=priority)
         for name, curve, priority in (
@@ -394,7 +394,7 @@ async def _on_leases(machine: Machine, setting: Setting, arm: str) -> Places:
 async def _slice(
     machine: Machine, setting: Setting, critical: Place, other: Place, found: Found, seed: int
 ) -> None:
-    """Run both users for the seconds of a slice."""
+    """Run both users for the length of a slice."""
     begin = machine.now() / 1e9 + 0.005
     end = begin + setting.seconds
     first = begin + 0.1 * setting.seconds
@@ -430,7 +430,7 @@ async def _closed(
     seed: int,
     setting: Setting,
 ) -> None:
-    """Make one request after another, with pauses; time each to its start, or to its end."""
+    """Make one request after another, with pauses; time each to its start or its end."""
     rng, noise = random.Random(seed), random.Random(f"host {seed}")
     await _until(machine, begin)
     while (asked := machine.now() / 1e9) < end:
@@ -452,7 +452,7 @@ async def _open(
     end: float,
     seed: int,
 ) -> None:
-    """Make requests at Poisson times, one at a time; time each from when it was due."""
+    """Make requests at Poisson times, one at a time; time each from its due time."""
     rng, due = random.Random(seed), begin
     while (due := due + rng.expovariate(rate)) < end:
         await _until(machine, due)

@@ -132,7 +132,7 @@ class SimulatedDriver(Driver):
     address_of = staticmethod(address_of)
 
     def on_span(self, listener: Callable[[Span], None] | None) -> None:
-        """Call `listener` with each operation as it ends. It must be quick and call nothing here."""
+        """Call `listener` with each operation at its end. It must return quickly."""
         self.machine.timeline.on_span = listener
 
     def live(self) -> Counter[str]:
