@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,31 +182,29 @@ class Actor:
 
     def __init__(self) -> None:
         self.batches: list[protocol.MessageBatch] = []
-        self.answers: list[asyncio.Future[protocol.ReplyBatch]] = []
+        self.answers: list[Future[Any]] = []
         self.gone = False
         self.exchange = types.SimpleNamespace(remote=self._exchange)
         self.goodbye = types.SimpleNamespace(remote=self._goodbye)
 
-    def _exchange(self, sent: Any) -> asyncio.Future[protocol.ReplyBatch]:
-        self.batches.append(protocol.unpack(sent)[1])
-        self.answers.append(asyncio.get_running_loop().create_future())
-        return self.answers[-1]
+    def _exchange(self, sent: Any) -> Any:
+        self.batches.append(protocol.unpack_batch(sent)[1])
+        self.answers.append(Future())
+        return types.SimpleNamespace(future=lambda answer=self.answers[-1]: answer)
 
     def _goodbye(self, _key: str) -> None:
         self.gone = True
 
     def reply(self, place: int, *numbers: int, snapshot: protocol.Snapshot = SNAPSHOT) -> None:
         outcomes = [protocol.Outcome(number) for number in numbers]
-        self.answers[place].set_result(
-            protocol.ReplyBatch(self.batches[place].number, outcomes, snapshot)
-        )
+        reply = protocol.ReplyBatch(self.batches[place].number, outcomes, snapshot)
+        self.answers[place].set_result(protocol.pack_reply(reply))
 
 
 def job(
     connection: PoolConnection, digest: bytes = b"d", sms: int = 16
 ) -> asyncio.Task[protocol.Outcome]:
-    lease = protocol.LeaseSpec(sms, None, None, None)
-    message = protocol.Run(connection.next_number(), protocol.Packed(digest, b"", ()), lease)
+    message = protocol.Message("run", connection.next_number(), digest, sms=sms)
     return asyncio.ensure_future(connection.request(message, sms))
 
 
@@ -312,7 +311,9 @@ def test_a_cancellation_is_sent_at_once() -> None:
         assert len(actor.batches) == CALLS
         jobs[0].cancel()
         await turn()
-        assert [list(batch.messages) for batch in actor.batches[CALLS:]] == [[protocol.Cancel(1)]]
+        assert [list(batch.messages) for batch in actor.batches[CALLS:]] == [
+            [protocol.Message("cancel", 1)]
+        ]
         for one in jobs:
             one.cancel()
 
@@ -368,6 +369,7 @@ def with_a_caller(test: Callable[[RemoteClient, pool_actor.PoolActor], Any]) -> 
         actor = pool_actor.PoolActor("f/0", MAKE)
         async with Pool(driver="simulated:h200") as pool:
             actor._pool = pool
+            actor.count()
             caller = RemoteClient(actor)
             await test(caller, actor)
             caller.close()
@@ -380,10 +382,8 @@ def batch(number: int, *messages: protocol.Message, **code: Any) -> protocol.Mes
     return protocol.MessageBatch(number, messages, {k.encode(): v for k, v in code.items()})
 
 
-def run_of(number: int, digest: bytes) -> protocol.Run:
-    return protocol.Run(
-        number, protocol.Packed(digest, b"", ()), protocol.LeaseSpec(8, None, None, None)
-    )
+def run_of(number: int, digest: bytes) -> protocol.Message:
+    return protocol.Message("run", number, digest, sms=8)
 
 
 async def three(p: Any) -> int:
@@ -434,6 +434,7 @@ def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
         await turn()
         assert not second.done()
         async with actor.pool.partition(16):
+            actor.count()
             caller.update(actor.snapshot())
             assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 116
 
@@ -479,33 +480,27 @@ def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         actor._clients["key"] = caller
-        reply = asyncio.ensure_future(actor.exchange(protocol.pack(("key", batch(0)))))
+        reply = asyncio.ensure_future(actor.exchange(protocol.pack_batch("key", batch(0))))
         await asyncio.wait_for(actor._watch(), 10)
         assert left == [pool_actor.EXIT]
-        assert not protocol.unpack(await reply).snapshot.is_open
+        assert not protocol.unpack_reply(await reply).snapshot.is_open
 
     with_a_caller(test)
 
 
 def test_what_has_no_references_goes_as_bytes() -> None:
     """Ray sends bytes as they are; it must see references, whose objects it counts."""
-    refs = ((0, object()),)
-    for batch_of, is_bytes in (
-        (protocol.Packed(b"", b"", ()), True),
-        (protocol.Packed(b"", b"", refs), False),
-    ):
-        sent = ("key", protocol.MessageBatch(0, [protocol.Run(1, batch_of, 1)], {}))
-        packed = protocol.pack(sent)
-        assert isinstance(packed, bytes) is is_bytes
-        assert protocol.unpack(packed) == sent
-    for outcome, is_bytes in (
-        (protocol.Outcome(1), True),
-        (protocol.Outcome(1, ref=object()), False),
-    ):
+    for refs in ((), ((0, object()),)):
+        message = protocol.Message("run", 1, b"d", b"", refs, sms=(8, 64))
+        sent = protocol.MessageBatch(0, [message], {b"d": b"code"})
+        packed = protocol.pack_batch("key", sent)
+        assert isinstance(packed, bytes) is (not refs)
+        assert protocol.unpack_batch(packed) == ("key", sent)
+    for outcome in (protocol.Outcome(1), protocol.Outcome(1, ref=object())):
         reply = protocol.ReplyBatch(0, [outcome], SNAPSHOT)
-        packed = protocol.pack(reply)
-        assert isinstance(packed, bytes) is is_bytes
-        assert protocol.unpack(packed) == reply
+        packed = protocol.pack_reply(reply)
+        assert isinstance(packed, bytes) is (outcome.ref is None)
+        assert protocol.unpack_reply(packed) == reply
 
 
 # -- whose GPU --------------------------------------------------------------------------------
@@ -564,9 +559,9 @@ def test_arrays_are_measured_by_bytes() -> None:
     """What is as large as the bound goes by reference; what is below goes with its job."""
     functions = protocol.Functions()
     small = np.zeros(protocol.LARGE - 1, np.uint8)
-    pack_job = asyncio.run(protocol.pack_job(functions, three, [small, 2]))
-    assert pack_job.refs == ()
-    got, two = asyncio.run(protocol.load_arguments(pack_job))
+    packed = asyncio.run(protocol.pack_job(functions, three, [small, 2]))
+    assert packed.refs == ()
+    got, two = asyncio.run(protocol.load_arguments(protocol.Message("run", 1, *packed, sms=8)))
     assert (got.nbytes, two) == (protocol.LARGE - 1, 2)
 
 

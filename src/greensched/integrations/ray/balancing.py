@@ -39,6 +39,7 @@ def choose(
     """
     fit = [pool for pool in pools if pool.is_open and pool.most >= sms]
     fit = [pool for pool in fit if pool.is_fresh] or fit
-    most = max((held.get(pool.node, 0) for pool in fit), default=0)
-    near = [pool for pool in fit if held.get(pool.node, 0) == most]
-    return min(chance.sample(near, min(2, len(near))), key=lambda pool: pool.load, default=None)
+    if held:
+        most = max((held.get(pool.node, 0) for pool in fit), default=0)
+        fit = [pool for pool in fit if held.get(pool.node, 0) == most]
+    return min(chance.sample(fit, min(2, len(fit))), key=lambda pool: pool.load, default=None)

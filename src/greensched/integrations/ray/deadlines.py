@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from ray.exceptions import RayError
@@ -32,15 +32,19 @@ async def result_of(outcome: Outcome, pool: str) -> Any:
     return protocol.unpack_value(outcome.value)
 
 
+def reply_within(deadline: float | None) -> AbstractAsyncContextManager[None]:
+    """Return a block that raises `FleetTimeout` after this many seconds; None: never."""
+    return nullcontext() if deadline is None else _timeout(deadline)
+
+
 @asynccontextmanager
-async def reply_within(deadline: float | None) -> AsyncIterator[None]:
-    """Open a block that raises `FleetTimeout` after this many seconds."""
+async def _timeout(deadline: float) -> AsyncIterator[None]:
     scope = asyncio.timeout(deadline)
     try:
         async with scope:
             yield
     except TimeoutError:
-        if deadline is None or not scope.expired():
+        if not scope.expired():
             raise
         raise FleetTimeout(deadline) from None
 

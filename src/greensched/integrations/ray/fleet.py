@@ -28,7 +28,7 @@ from greensched.integrations.ray.balancing import check_feasible, choose
 from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.deadlines import remaining, reply_within, result_of
 from greensched.integrations.ray.pool_actor import Health
-from greensched.integrations.ray.protocol import LeaseSpec
+from greensched.integrations.ray.protocol import Message
 from greensched.integrations.ray.registry import PoolRegistry
 from greensched.integrations.ray.session import Session
 from greensched.typing import Size
@@ -184,11 +184,17 @@ class Fleet:
             raise InvalidRequest("idempotent=True retries until the deadline: give deadline=")
         async with reply_within(deadline):
             work = await protocol.pack_job(self._functions, job, args)
-            held = await _held(work)
+            held = await _held(work) if work.refs else {}
 
-            def message(connection: PoolConnection) -> protocol.Run:
-                return protocol.Run(
-                    connection.next_number(), work, LeaseSpec(sms, left(), service, duration)
+            def message(number: int) -> Message:
+                return Message(
+                    "run",
+                    number,
+                    *work,
+                    sms=sms,
+                    deadline=left(),
+                    service=service,
+                    duration=duration,
                 )
 
             _, value = await self._serve(message, needed, held, left, may_repeat=idempotent)
@@ -214,22 +220,24 @@ class Fleet:
 
         async def opened() -> tuple[PoolConnection, int, int]:
             left = remaining(deadline)
-            number = 0
+            session = 0
 
-            def message(connection: PoolConnection) -> protocol.Open:
-                nonlocal number
-                number = connection.next_number()
-                return protocol.Open(number, LeaseSpec(sms, left(), service, duration))
+            def message(number: int) -> Message:
+                nonlocal session
+                session = number
+                return Message(
+                    "open", number, sms=sms, deadline=left(), service=service, duration=duration
+                )
 
             async with reply_within(deadline):
                 connection, count = await self._serve(message, needed, {}, left, may_repeat=True)
-            return connection, number, count
+            return connection, session, count
 
         return Session(opened, self._functions)
 
     async def _serve(
         self,
-        message: Callable[[PoolConnection], protocol.Run | protocol.Open],
+        message: Callable[[int], Message],
         sms: int,
         held: dict[str, int],
         left: Callable[[], float | None],
@@ -243,7 +251,7 @@ class Fleet:
             connection = await self._choose(sms, held, full, waits=left() is not None)
             has_begun = True
             try:
-                outcome = await connection.request(message(connection), sms)
+                outcome = await connection.request(message(connection.next_number()), sms)
                 has_begun = outcome.has_begun
                 return connection, await result_of(outcome, connection.name)
             except QueueFull as error:
@@ -306,11 +314,10 @@ class Fleet:
 async def _held(work: protocol.Packed) -> dict[str, int]:
     """Return the bytes of a job's arguments in Ray's object store, by node."""
     held: Counter[str] = Counter()
-    if work.refs:
-        refs = [ref for _, ref in work.refs]
-        with suppress(RayError):  # an object was lost: the job will raise this error
-            found = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
-            for where in found.values():
-                for node in where["node_ids"]:
-                    held[node] += where["object_size"] or 0
+    refs = [ref for _, ref in work.refs]
+    with suppress(RayError):  # an object was lost: the job will raise that
+        found = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
+        for where in found.values():
+            for node in where["node_ids"]:
+                held[node] += where["object_size"] or 0
     return held

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import os
 import pickle
-import statistics
 import time
-from collections import deque
 from typing import Any, NamedTuple
 
 import ray
@@ -41,8 +39,8 @@ LAST_S = 1.0
 SENDING_S = 0.1
 #: The exit status of a process whose GPU failed. Source: sysexits.h, EX_IOERR.
 EXIT = 74
-#: How many recent jobs the median wait covers.
-REMEMBERED = 64
+#: The weight of the last job in the mean wait.
+WEIGHT = 1 / 32
 
 
 class Health(NamedTuple):
@@ -73,7 +71,9 @@ class PoolActor:
         self._opening = asyncio.Lock()
         self._clients: dict[str, RemoteClient] = {}
         self._jobs = self._wanted = 0
-        self._waits: deque[float] = deque([0.0], REMEMBERED)
+        self._wait = 0.0
+        #: Of the last check: all SMs, free ones, and queued requests.
+        self._counts = (0, 0, 0)
         self._last_check = time.monotonic()
         self._failure: BaseException | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -92,6 +92,7 @@ class PoolActor:
                 pool: Pool = pickle.loads(self._make)(devices=own_gpus())
                 await pool.open()
                 self._pool = pool
+                self.count()
                 self._last_check = time.monotonic()
                 self._watching = asyncio.create_task(self._watch())
 
@@ -125,9 +126,9 @@ class PoolActor:
         Returns:
             None if the client is unknown; then no message of the batch was handled.
         """
-        key, batch = protocol.unpack(sent)
+        key, batch = protocol.unpack_batch(sent)
         client = self._clients.get(key)
-        return None if client is None else protocol.pack(await client.reply(batch))
+        return None if client is None else protocol.pack_reply(await client.reply(batch))
 
     async def goodbye(self, key: str) -> None:
         """Remove a client; its queued jobs are cancelled."""
@@ -172,7 +173,7 @@ class PoolActor:
         if self._failure is not None:
             raise DeviceLost(self._failure)
         if self._jobs > MOST_JOBS:
-            raise QueueFull(self._jobs, max(statistics.median(self._waits), CHECK))
+            raise QueueFull(self._jobs, max(self._wait, CHECK))
 
     def job_started(self, sms: int) -> None:
         """Count a job of this many SMs."""
@@ -186,19 +187,21 @@ class PoolActor:
 
     def job_granted(self, seconds: float) -> None:
         """Record how long a job was queued."""
-        self._waits.append(seconds)
+        self._wait += WEIGHT * (seconds - self._wait)
 
     def snapshot(self) -> Snapshot:
-        """Return the pool's state."""
+        """Return the pool's state, with SMs and queue of the last check: they cost half a job."""
+        is_open = self.pool.is_ready and self._failure is None
+        return Snapshot(is_open, *self._counts, wanted=self._wanted, wait=self._wait)
+
+    def count(self) -> None:
+        """Count the SMs and the queue.
+
+        Raises:
+            PoolClosed: the pool is closed.
+        """
         has = self.pool.statistics()
-        return Snapshot(
-            is_open=self.pool.is_ready and self._failure is None,
-            sms_total=has.sms_total,
-            sms_free=has.sms_free,
-            waiting=has.waiting,
-            wanted=self._wanted,
-            wait=statistics.median(self._waits),
-        )
+        self._counts = (has.sms_total, has.sms_free, has.waiting)
 
     def _stalled(self) -> float:
         """Return the seconds by which the next check is overdue."""
@@ -223,9 +226,10 @@ class PoolActor:
                     await self.goodbye(key)
             self._failure = fault_of(self.pool)
             try:
-                snapshot = self.snapshot()
+                self.count()
             except PoolClosed:
                 return
+            snapshot = self.snapshot()
             for client in self._clients.values():
                 client.update(snapshot)
         await self._exit(self._failure)

@@ -11,7 +11,7 @@ from greensched import Partition, Pool
 from greensched.errors import PartitionClosed
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.protocol import (
-    LeaseSpec,
+    Message,
     MessageBatch,
     Outcome,
     ReplyBatch,
@@ -50,7 +50,8 @@ class RemoteClient:
         self._ended: list[Outcome] = []
         self._reported: Snapshot | None = None
         self._code: dict[bytes, bytes] = {}
-        self._functions: dict[bytes, Callable[..., Any]] = {}
+        #: Each with whether it is awaited.
+        self._functions: dict[bytes, tuple[Callable[..., Any], bool]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._sessions: dict[int, _Session] = {}
 
@@ -75,19 +76,24 @@ class RemoteClient:
 
     async def _wait_for_news(self) -> None:
         """Wait for an outcome, a change of state, a newer batch or a heartbeat."""
-        self.wake()
-        if self._ended:
+        older = self._wakeup
+        if older is not None:
+            _wake(older)  # it takes what has ended
+        elif self._ended:
             return
         wakeup = self._wakeup = self._loop.create_future()
         beat = self._loop.call_later(protocol.HEARTBEAT, _wake, wakeup)
-        await wakeup
-        beat.cancel()
+        try:
+            await wakeup
+        finally:
+            beat.cancel()
+            if self._wakeup is wakeup:
+                self._wakeup = None
 
     def wake(self) -> None:
         """Reply to the waiting batch."""
         if self._wakeup is not None:
             _wake(self._wakeup)
-            self._wakeup = None
 
     def update(self, snapshot: Snapshot) -> None:
         """Send the pool's state if it has changed."""
@@ -100,9 +106,9 @@ class RemoteClient:
         return bool(self._tasks or self._ended)
 
     def close(self) -> None:
-        """Cancel all jobs. Queued jobs leave the queue; running kernels run to their end."""
-        for task in [*self._tasks.values()]:
-            task.cancel()
+        """Cancel all jobs: queued ones leave the queue, kernels that run are left to their end."""
+        for waiting in [*self._tasks.values(), *self._early.values()]:
+            waiting.cancel()
         self.wake()
 
     def fail(self, error: BaseException) -> None:
@@ -113,24 +119,22 @@ class RemoteClient:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _handle(self, message: protocol.Message) -> None:
-        match message:
-            case protocol.Run(number=number, lease=LeaseSpec() as lease):
-                self._start(number, self._run(message, lease), lease)
-            case protocol.Run(number=number, lease=int() as session):
-                self._start(number, self._run_in_session(message, session))
-            case protocol.Open(number=number, lease=lease):
-                self._start(number, self._hold_session(message), lease)
-            case protocol.Close(number=number, session=session):
-                self._close(number, session)
-            case protocol.Cancel(number=number):
-                if number in self._tasks:
-                    self._tasks[number].cancel()
+    def _handle(self, message: Message) -> None:
+        match message.kind:
+            case "run" if message.session:
+                self._start(message, self._run_in_session(message))
+            case "run":
+                self._start(message, self._run(message))
+            case "open":
+                self._start(message, self._hold_session(message))
+            case "close":
+                self._close(message)
+            case "cancel" if message.number in self._tasks:
+                self._tasks[message.number].cancel()
 
-    def _start(
-        self, number: int, work: Coroutine[Any, Any, None], lease: LeaseSpec | None = None
-    ) -> None:
-        sms = 0 if lease is None else protocol.least_sms(lease.sms)
+    def _start(self, message: Message, work: Coroutine[Any, Any, None]) -> None:
+        number = message.number
+        sms = 0 if message.session else protocol.least_sms(message.sms)
         self._actor.job_started(sms)
         task = self._tasks[number] = self._loop.create_task(work)
 
@@ -145,20 +149,20 @@ class RemoteClient:
     def _add_outcome(self, outcome: Outcome) -> None:
         """Add an outcome. All outcomes of one turn of the loop go in one reply."""
         self._ended.append(outcome)
-        self._loop.call_soon(self.wake)
+        self.wake()
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def _run(self, message: protocol.Run, lease: LeaseSpec) -> None:
+    async def _run(self, message: Message) -> None:
         has_begun, job_started = False, self._loop.time()
         try:
             self._actor.admit()
-            function, args = await self._unpack(message.work)
+            job = await self._unpack(message)
             fetched = self._loop.time()
-            async with self._partition(lease, job_started) as p:
+            async with self._partition(message, job_started) as p:
                 has_begun = True
                 self._actor.job_granted(self._loop.time() - fetched)
-                value = await _perform(p, function, args)
+                value = await _perform(p, *job)
             outcome = await protocol.success(message.number, value)
         except BaseException as error:
             if _is_cancelled(error):
@@ -166,45 +170,45 @@ class RemoteClient:
             outcome = protocol.failure(message.number, error, has_begun=has_begun)
         self._add_outcome(outcome)
 
-    async def _run_in_session(self, message: protocol.Run, session: int) -> None:
+    async def _run_in_session(self, message: Message) -> None:
         has_begun = False
         try:
-            function, args = await self._unpack(message.work)
-            p = self._session(session).partition
+            job = await self._unpack(message)
+            p = self._session(message.session).partition
             has_begun = True
-            outcome = await protocol.success(message.number, await _perform(p, function, args))
+            outcome = await protocol.success(message.number, await _perform(p, *job))
         except BaseException as error:
             if _is_cancelled(error):
                 raise
             outcome = protocol.failure(message.number, error, has_begun=has_begun)
         self._add_outcome(outcome)
 
-    async def _unpack(self, work: protocol.Packed) -> tuple[Callable[..., Any], list[Any]]:
-        function = self._functions.get(work.digest)
-        if function is None:
-            function = self._functions[work.digest] = pickle.loads(self._code[work.digest])
-            del self._code[work.digest]
-        return function, await protocol.load_arguments(work)
+    async def _unpack(self, message: Message) -> tuple[Callable[..., Any], bool, list[Any]]:
+        digest = message.digest
+        known = self._functions.get(digest)
+        if known is None:
+            function = pickle.loads(self._code[digest])
+            known = self._functions[digest] = function, protocol.is_async_job(function)
+            del self._code[digest]
+        return *known, await protocol.load_arguments(message)
 
-    def _partition(self, lease: LeaseSpec, job_started: float) -> Partition:
-        left = (
-            None
-            if lease.deadline is None
-            else max(0.0, lease.deadline - self._loop.time() + job_started)
-        )
-        return self._actor.pool.partition(
-            lease.sms, service=lease.service, deadline=left, duration=lease.duration
-        )
+    def _partition(self, message: Message, received: float) -> Partition:
+        left = message.deadline
+        if left is not None:
+            left = max(0.0, left - self._loop.time() + received)
+        options = {"service": message.service, "deadline": left, "duration": message.duration}
+        given: Any = {key: value for key, value in options.items() if value is not None}
+        return self._actor.pool.partition(message.sms, **given)
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def _hold_session(self, message: protocol.Open) -> None:
-        """Hold a session's lease from its grant to its end, and report both."""
+    async def _hold_session(self, message: Message) -> None:
+        """Hold a session's lease from its grant to its end; report both."""
         number, was_granted = message.number, False
         try:
             self._actor.admit()
             asked = self._loop.time()
-            async with self._partition(message.lease, asked) as p:
+            async with self._partition(message, asked) as p:
                 was_granted = True
                 self._actor.job_granted(self._loop.time() - asked)
                 session = _Session(p, self._loop.create_future())
@@ -220,11 +224,11 @@ class RemoteClient:
             self._sessions.pop(message.number, None)
         self._add_outcome(outcome)
 
-    def _close(self, number: int, session: int) -> None:
+    def _close(self, message: Message) -> None:
         try:
-            self._session(session).closed_by.set_result(number)
+            self._session(message.session).closed_by.set_result(message.number)
         except PartitionClosed as error:
-            self._add_outcome(protocol.failure(number, error, has_begun=False))
+            self._add_outcome(protocol.failure(message.number, error, has_begun=False))
 
     def _session(self, number: int) -> _Session:
         session = self._sessions.get(number)
@@ -240,8 +244,10 @@ class _Session(NamedTuple):
     closed_by: asyncio.Future[int]
 
 
-async def _perform(p: Partition, function: Callable[..., Any], args: list[Any]) -> Any:
-    return await (function(p, *args) if protocol.is_async_job(function) else p.run(function, *args))
+async def _perform(
+    p: Partition, function: Callable[..., Any], is_async: bool, args: list[Any]
+) -> Any:
+    return await (function(p, *args) if is_async else p.run(function, *args))
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from greensched.errors import InvalidRequest, PartitionClosed
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.deadlines import reply_within, result_of
+from greensched.integrations.ray.protocol import Message
 
 
 class Session:
@@ -56,10 +57,10 @@ class Session:
         """
         connection, self._connection = self._open_connection(), None
         if kind is None:
-            close = protocol.Close(connection.next_number(), self._number)
+            close = Message("close", connection.next_number(), session=self._number)
             await result_of(await connection.request(close), connection.name)
         else:
-            connection.cancel(protocol.Cancel(self._number))
+            connection.cancel(Message("cancel", self._number))
 
     async def run(
         self, job: Callable[..., Any], /, *args: object, deadline: float | None = None
@@ -81,9 +82,8 @@ class Session:
         connection = self._open_connection()
         async with reply_within(deadline):
             work = await protocol.pack_job(self._functions, job, args)
-            outcome = await connection.request(
-                protocol.Run(connection.next_number(), work, self._number)
-            )
+            run = Message("run", connection.next_number(), *work, session=self._number)
+            outcome = await connection.request(run)
             return await result_of(outcome, connection.name)
 
     @property
