@@ -85,6 +85,10 @@ def test_what_measure_wrote_is_a_table_with_sizes_bytes_and_host_costs() -> None
     assert prefill.seconds(1024) == pytest.approx(0.003159)
     assert prefill.seconds(128) == pytest.approx(0.00102 / 2)
     assert decode.curve.slowdown(8) == pytest.approx(41.303 / 3.739)
+    assert decode.curve.slowdown(8, 0.000833) == pytest.approx(3.633 / 0.833)
+    assert 3.633 / 0.833 < decode.curve.slowdown(8, 0.001) < 11.874 / 1.5
+    assert decode.curve.slowdown(8, 1.0) == pytest.approx(41.303 / 3.739)
+    assert prefill.curve.slowdown(8, 0.00102) == prefill.curve.slowdown(8)
     cost = decode.curve.cost(0.003739, 132)
     assert cost.dram_bytes == pytest.approx(8_724_152_320, rel=1e-3)
     assert cost.sm_ns / 132 == pytest.approx(3_739_000)

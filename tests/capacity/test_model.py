@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from greensched.capacity.validation import __main__ as command
-from greensched.capacity.validation import measured, prediction
+from greensched.capacity.validation import engine, measured, prediction
 from greensched.capacity.validation.measured import Key, Ranking, Row
 
-#: The bars of the figures without the engine, whose arrivals were not recorded.
-LEAST_ROWS, LEAST_WITHIN = 60, 0.90
+#: The bars: figures, the share of them within a quarter, and of arms in the measured order.
+LEAST_ROWS, LEAST_WITHIN, LEAST_RANKED = 60, 0.90, 0.90
 
 
 def row(value: float, predicted: float | None, *, arm: str = "a", high: float = 1.0) -> Row:
@@ -21,11 +21,18 @@ def row(value: float, predicted: float | None, *, arm: str = "a", high: float = 
 
 
 def test_nine_of_ten_figures_are_within_a_quarter() -> None:
-    """Of the kernels' workloads, on two GPUs; and most figures that nothing was fitted to, too."""
-    found = [each for each in measured.rows() if each.key[1] != "engine"]
-    for some in (found, [each for each in found if not each.is_fitted]):
+    """Of all figures, of the engine's alone, and of those that nothing was fitted to."""
+    found = measured.rows()
+    engine = [each for each in found if each.key[1] == "engine"]
+    for some in (found, engine, [each for each in found if not each.is_fitted]):
         assert len(some) >= LEAST_ROWS
         assert sum(each.is_within for each in some) >= LEAST_WITHIN * len(some)
+
+
+def test_the_model_ranks_the_arms_of_the_engine() -> None:
+    """Nine of ten pairs whose measured figures differ by more than 15 % are in that order."""
+    pairs = measured.rankings([each for each in measured.rows() if each.key[1] == "engine"])
+    assert sum(pair.is_right for pair in pairs) >= LEAST_RANKED * len(pairs)
 
 
 @pytest.mark.parametrize("workload", ["W1", "W2", "W7", "W8"])
@@ -40,6 +47,11 @@ def test_the_model_chooses_the_arm_that_wins_on_the_gpu() -> None:
     chosen = measured.choices()
     assert {where[1] for where in chosen} == {"W1", "W2", "W7", "W8", "engine"}
     assert [where for where, (_, _, is_as_good) in chosen.items() if not is_as_good] == []
+
+
+def all_written() -> dict[Key, float | None]:
+    """Return every prediction that is written down, also of figures that do not count."""
+    return {each.key: each.predicted for each in measured.inputs_and_rows()}
 
 
 def written(key: Key) -> float:
@@ -65,6 +77,13 @@ def test_a_prediction_is_what_the_model_gives_now(
     for key, value in prediction.two_users(gpu, workload, case, arm):
         if key in known:
             assert written(key) == pytest.approx(value, rel=1e-3), key
+
+
+def test_a_prediction_of_the_engine_is_what_the_planner_gives_now() -> None:
+    """Of a fused engine, and of a split."""
+    for rate, arm in ((14, "chunked 128"), (14, "split 24")):
+        for key, value in engine.predict(rate, arm):
+            assert value == pytest.approx(all_written()[key], rel=1e-3), key
 
 
 def test_quick_predictions_are_what_the_model_gives_now() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from greensched.capacity.baselines import Batched, Streams, baselines
+from greensched.capacity.engine import FUSED
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.machine import KernelRun
 from greensched.capacity.run import Outcome, Scenario, alone, occupied, simulate
@@ -127,14 +128,14 @@ def llm(strategy: Strategy, traffic: list[Arrival], first: float = 5.0) -> dict[
 
 
 def test_a_fused_pass_reads_the_weights_once() -> None:
-    """A chunk of a prompt beside tokens adds what its tokens compute, and no token waits longer."""
+    """It takes as long as a prompt of all its tokens, and what fusing costs."""
     traffic = [Arrival(0.0, 512, 40), Arrival(1.0, 2048, 1)]
     found = llm(Batched(budget=513), traffic)
     slope = (0.137 - 0.054) / 1536
     gaps = sorted(found["decode"].latency)
     assert gaps[:35] == pytest.approx([0.0306] * 35, rel=0.01)
-    assert gaps[35:] == pytest.approx([0.0306 + 512 * slope] * 4, rel=0.01)
-    assert found["prefill"].latency[1] == pytest.approx(4 * (0.0306 + 512 * slope), abs=0.035)
+    assert gaps[35:] == pytest.approx([FUSED * (0.054 + slope)] * 4, rel=0.01)
+    assert found["prefill"].latency[1] == pytest.approx(4 * FUSED * (0.054 + slope), abs=0.035)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -149,9 +150,12 @@ def test_prompts_go_first_after_a_number_of_steps(interval: int) -> None:
 
 
 def test_prompts_share_a_pass_of_an_engine() -> None:
-    """Four short ones take one reading of the weights."""
-    found = llm(Batched(), [Arrival(0.0, 512, 1)] * 4)
+    """Four short ones take one reading of the weights; one by one each takes its own."""
+    traffic = [Arrival(0.0, 512, 1)] * 4
+    found = llm(Batched(), traffic)
     assert found["prefill"].latency == pytest.approx([0.137] * 4, rel=0.01)
+    found = llm(Batched(together=False), traffic)
+    assert found["prefill"].latency == pytest.approx([0.054, 0.108, 0.162, 0.216], rel=0.01)
 
 
 def test_an_urgent_stream_waits_for_one_kernel_only() -> None:
@@ -162,6 +166,13 @@ def test_an_urgent_stream_waits_for_one_kernel_only() -> None:
         for prioritised in (False, True)
     )
     assert max(urgent) < 0.6 * max(plain)
+
+
+def test_steps_of_higher_priority_leave_time_for_prompts() -> None:
+    """Between two kernels of a step those of a prompt begin, so it is not starved."""
+    traffic = [Arrival(0.0, 128, 200), Arrival(0.2, 2048, 1)]
+    prompt = llm(Streams(prioritised=True), traffic)["prefill"].latency[1]
+    assert 1.2 * 0.137 < prompt < 5 * 0.137
 
 
 def test_two_devices_share_the_requests() -> None:

@@ -33,13 +33,23 @@ class StreamClient:
         self.target_aware = strategy.target_aware
         self.blocks = strategy.blocks
         self.batching = strategy.batching
+        role = machine.services[service].role
+        self._in_turn = strategy.prioritised and role in ("prefill", "decode")
         self._machine = machine
         self._launch = launch
         self._left: deque[tuple[int, asyncio.Future[None]]] = deque()
         machine.listen(device, service, self._ended)
 
     async def run(self, pieces: Pieces) -> None:
-        """Submit all pieces at once."""
+        """Submit all pieces at once, or each when the one before has ended.
+
+        The latter with priorities, of pieces that stand for many kernels: between two kernels of a
+        stream a GPU starts blocks that wait on another one, whatever its priority.
+        """
+        for some in [(ns,) for ns in pieces] if self._in_turn else [pieces]:
+            await self._submit(some)
+
+    async def _submit(self, pieces: Pieces) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left.append((len(pieces), ended))
         for ns in pieces:
@@ -122,11 +132,12 @@ class Batched(Streams):
     target_aware: bool = True
     budget: int = 0
     interval: int = 1
+    together: bool = True
 
     @property
     def batching(self) -> Batching:
         """How its programs batch."""
-        return Batching(self.budget, self.interval)
+        return Batching(self.budget, self.interval, self.together)
 
 
 class SemaphoreClient:

@@ -17,25 +17,29 @@ from greensched.capacity.strategies import Batching, Client
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.workload import ServiceProfile
 
-#: Token counts above which a prompt's time grows with its tokens. Below them reading the weights
-#: takes the time, which a pass does once for all of its tokens.
+#: Tokens between which the time of a prompt is taken to grow in proportion: fewer are read in the
+#: time of the weights, and of more the attention to each other counts, too.
 COMPUTE_BOUND, TWICE = 512, 1024
+#: How much longer a fused pass takes than one that reads as many tokens of one prompt: two calls of
+#: attention, and more that is scattered. Fitted to two rows of the validation
+#: (`validation.measured.FITTED`).
+FUSED = 1.14
 
 
 def _per_token(prefill: ServiceProfile) -> float:
     return (prefill.seconds(TWICE) - prefill.seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
 
 
-def weights_seconds(prefill: ServiceProfile) -> float:
-    """Return the seconds of a pass that do not depend on its tokens."""
-    return max(0.0, prefill.seconds(COMPUTE_BOUND) - COMPUTE_BOUND * _per_token(prefill))
+def pass_seconds(prefill: ServiceProfile, tokens: int) -> float:
+    """Return the seconds of a pass over some tokens of several sequences."""
+    if tokens <= TWICE:
+        return prefill.seconds(tokens)
+    return prefill.seconds(TWICE) + (tokens - TWICE) * _per_token(prefill)
 
 
-def tokens_seconds(prefill: ServiceProfile, tokens: int) -> float:
-    """Return the seconds that this many first tokens of a prompt add to a pass."""
-    if tokens <= COMPUTE_BOUND:
-        return tokens * _per_token(prefill)
-    return prefill.seconds(tokens) - weights_seconds(prefill)
+def long_seconds(prefill: ServiceProfile, tokens: int) -> float:
+    """Return the seconds of a prompt of so many tokens that `pass_seconds` lacks."""
+    return max(0.0, prefill.seconds(tokens) - pass_seconds(prefill, tokens))
 
 
 @dataclass(slots=True)
@@ -73,27 +77,27 @@ class PromptQueue(Prefill):
         """Say whether a prompt remains to be read."""
         return bool(self._reading or self._queue)
 
-    def take_tokens(self, budget: int) -> tuple[float, float]:
-        """Put tokens of prompts into the next pass.
+    def take_tokens(self, budget: int, *, together: bool = True) -> tuple[int, float, float]:
+        """Put tokens of prompts into the next pass, or of one prompt if not `together`.
 
         Returns:
-            The seconds that they add to a pass, and the seconds of separate passes, one for each
-            prompt.
+            The tokens; the seconds that their prompts take beyond a pass of so many tokens; and the
+            seconds of passes of their own, one for each prompt.
         """
-        added = apart = 0.0
-        while budget > 0 and self.is_waiting:
+        left, long, apart = budget, 0.0, 0.0
+        while left > 0 and self.is_waiting and (together or left == budget):
             if not self._reading or self._reading[-1].read == self._reading[-1].arrival.context:
                 if not self._queue:
                     break
                 self._reading.append(_Reading(self.pick(), self._now()))
             one = self._reading[-1]
-            end = min(one.arrival.context, one.read + budget)
+            end = min(one.arrival.context, one.read + left)
             service = self.service
-            added += tokens_seconds(service, end) - tokens_seconds(service, one.read)
+            long += long_seconds(service, end) - long_seconds(service, one.read)
             apart += service.seconds(end) - service.seconds(one.read)
-            budget -= end - one.read
+            left -= end - one.read
             one.read = end
-        return added, apart
+        return budget - left, long, apart
 
     async def read(self, seconds: float) -> None:
         """Run a pass that only reads prompts."""
@@ -144,8 +148,9 @@ class Engine(Decode):
                 await self._wait_for_work()
             elif not running:
                 await self._read_prompts()
+                steps = 0
             elif self._batching.budget:
-                await self._run_fused(self._batching.budget - running)
+                await self._run_fused(running)
             elif prompts.is_waiting and steps >= self._batching.interval:
                 await self._read_prompts()
                 steps = 0
@@ -155,16 +160,21 @@ class Engine(Decode):
 
     async def _read_prompts(self) -> None:
         began, prompts = self._now(), self.prompts
-        added, apart = prompts.take_tokens(CHUNK)
-        seconds = min(weights_seconds(prompts.service) + added, apart)
+        tokens, long, apart = prompts.take_tokens(CHUNK, together=self._batching.together)
+        seconds = min(pass_seconds(prompts.service, tokens) + long, apart)
         await prompts.read(seconds)
         prompts.samples.done += seconds
         prompts.finish_pass(self._now() - began)
 
-    async def _run_fused(self, budget: int) -> None:
+    async def _run_fused(self, running: int) -> None:
         began, prompts = self._now(), self.prompts
-        added, _ = prompts.take_tokens(budget)
-        await self._run_step(added)
+        tokens, long, _ = prompts.take_tokens(self._batching.budget - running)
+        if not tokens:
+            await self._run_step()
+            return
+        step, whole = self.service.seconds(running), pass_seconds(prompts.service, running + tokens)
+        # The weights are read once, as in a step of one request.
+        added = max(0.0, whole - self.service.seconds(1)) + long
+        await self._run_step(FUSED * (step + added) - step)
         prompts.samples.done += added
-        if added:
-            prompts.finish_pass(self._now() - began)
+        prompts.finish_pass(self._now() - began)

@@ -41,6 +41,8 @@ class SpeedupCurve:
         source: The source of the figures.
         sizes: Tokens of a prompt, or requests of a batch, rising. Empty: the built-in model's.
         seconds: The time of a pass of each of these sizes on the whole device.
+        by_size: The milliseconds of each of these sizes at each number of SMs. Empty: every size
+            is slowed down as the largest.
         bandwidth: Bytes a second that it draws alone on the whole device; 0 if not measured.
         sm_watts: Extra power of a working SM over an idle one; 0 if not measured.
     """
@@ -52,9 +54,11 @@ class SpeedupCurve:
     source: str = ""
     sizes: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
+    by_size: tuple[tuple[float, ...], ...] = ()
     bandwidth: float = 0.0
     sm_watts: float = 0.0
     _slower: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    _by_size: dict[int, list[float]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.sms, self.sms[1:], strict=False))
@@ -75,21 +79,42 @@ class SpeedupCurve:
 
     def at(self, sms: float) -> float:
         """Return the milliseconds on this many SMs. Below the smallest size time is a/SMs."""
+        return self._on(sms, self.ms)
+
+    def _on(self, sms: float, ms: tuple[float, ...]) -> float:
         if sms <= self.sms[0]:
-            return self.ms[0] * self.sms[0] / sms
+            return ms[0] * self.sms[0] / sms
         if sms >= self.sms[-1]:
-            return self.ms[-1]
+            return ms[-1]
         high = bisect_left(self.sms, sms)
         a, b = self.sms[high - 1], self.sms[high]
         part = (1 / a - 1 / sms) / (1 / a - 1 / b)
-        return self.ms[high - 1] + part * (self.ms[high] - self.ms[high - 1])
+        return ms[high - 1] + part * (ms[high] - ms[high - 1])
 
-    def slowdown(self, sms: int) -> float:
-        """Return how many times longer it takes than on the whole device."""
+    def slowdown(self, sms: int, seconds: float = 0.0) -> float:
+        """Return how many times longer it takes than on the whole device.
+
+        Args:
+            sms: how many.
+            seconds: what the pass takes on the whole device; 0 for the largest.
+        """
+        if seconds and self.by_size:
+            return self._slowdown_of(sms, seconds)
         found = self._slower.get(sms)
         if found is None:
             found = self._slower[sms] = self.at(sms) / self.ms[-1]
         return found
+
+    def _slowdown_of(self, sms: int, seconds: float) -> float:
+        """Interpolate between the passes that take less and more on the whole device."""
+        found = self._by_size.get(sms)
+        if found is None:
+            found = self._by_size[sms] = [self._on(sms, row) / row[-1] for row in self.by_size]
+        high = bisect_left(self.seconds, seconds)
+        if high in (0, len(found)):
+            return found[min(high, len(found) - 1)]
+        low, up = self.seconds[high - 1 : high + 1]
+        return found[high - 1] + (seconds - low) / (up - low) * (found[high] - found[high - 1])
 
     @cached_property
     def flat(self) -> float:
@@ -137,7 +162,7 @@ class SpeedupCurve:
         able = sms if self.fills else min(sms, self.width)
         return Cost(
             fixed_ns=fixed,
-            sm_ns=(self.slowdown(sms) * whole - fixed) * able,
+            sm_ns=(self.slowdown(sms, seconds) * whole - fixed) * able,
             dram_bytes=self.bandwidth * seconds,
             sm_watts=self.sm_watts,
         )
@@ -189,6 +214,7 @@ def _curve(name: str, table: dict[str, Any], path: Path) -> SpeedupCurve:
         str(table.get("source", path)),
         tuple(int(each) for each in table.get("sizes", [])),
         seconds,
+        tuple(tuple(map(float, row)) for row in by_size),
         bandwidth=float(moved[-1]) / seconds[-1] if seconds else 0.0,
         sm_watts=float(table.get("sm_watts", 0.0)),
     )

@@ -36,10 +36,12 @@ class Batching:
     Attributes:
         budget: The most tokens of a fused pass. 0: each pass has only prompts or only tokens.
         interval: The number of decode steps between two passes of prompts.
+        together: Whether a pass of prompts has as many as fit, not one.
     """
 
     budget: int = 0
     interval: int = 1
+    together: bool = True
 
 
 class Client(Protocol):

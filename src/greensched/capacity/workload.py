@@ -95,20 +95,22 @@ def _through(points: Sequence[tuple[int, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-#: Seconds of a thread block, after which SMs are free for a kernel of higher priority. Waves of
-#: products take 45 us in torch's training on an H200, and 230 us in W2's (`validation`).
-BLOCK_S = 0.0001
-#: A usual prompt and batch; their pieces have so many blocks that each takes the time above.
+#: Seconds of a wave of thread blocks: after it, SMs are free for a kernel of higher priority. Waves
+#: of products take 45 us in torch's training on an H200, and 230 us in W2's (`validation`).
+WAVE_S, WAVE_OF_PASS_S = 0.0001, 0.000045
+#: Kernels of a pass of a language model: eight in each of 32 layers. A segment stands for many, and
+#: a wave of it for a wave of each: so often has a kernel of higher priority to wait.
+KERNELS = 256
+#: A prompt and a batch whose segments have as many waves as take so long.
 USUAL_PROMPT, USUAL_BATCH = 1_024, 32
 
 
 def waves(service: ServiceProfile) -> int:
     """Return how often the blocks of a usual piece fill the SMs."""
-    seconds = {
-        "prefill": service.seconds(USUAL_PROMPT) / service.blocks,
-        "decode": service.seconds(USUAL_BATCH) / service.blocks,
-    }.get(service.role, service.segment)
-    return max(1, round(seconds / BLOCK_S))
+    usual = {"prefill": USUAL_PROMPT, "decode": USUAL_BATCH}.get(service.role)
+    if usual is None:
+        return max(1, round(service.segment / WAVE_S))
+    return max(1, round(service.seconds(usual) / (KERNELS * WAVE_OF_PASS_S)))
 
 
 def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices: int) -> float:
@@ -187,11 +189,9 @@ def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[st
     """
     built_in = SERVICES.get(given)
     if built_in is not None:
-        # A table with a class's own name, as `greensched measure` writes, precedes its kind's.
-        return {
-            s.name: replace(s, curve=tables.get(s.name) or tables.get(s.curve.name, s.curve))
-            for s in built_in
-        }
+        # A table of a class's own name, as `greensched measure` writes, goes before its kind's.
+        curves = {s.name: tables.get(s.name) or tables.get(s.curve.name, s.curve) for s in built_in}
+        return {s.name: replace(s, curve=_of_role(s.role, curves[s.name])) for s in built_in}
     try:
         classes = json.loads(Path(given).read_text())["classes"]
         found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
@@ -222,7 +222,13 @@ def _service(
         raise InvalidRequest(
             f"class {name!r}: role={given.get('role')!r}: give one of {', '.join(get_args(Role))}"
         )
+    curve = _of_role(given["role"], curve)
     return ServiceProfile(**(given | {"name": name, "curve": curve}))
+
+
+def _of_role(role: str, curve: SpeedupCurve) -> SpeedupCurve:
+    """Return the curve with times by size only for steps: the others run in pieces of a pass."""
+    return curve if role == "decode" else replace(curve, by_size=())
 
 
 #: The fewest seconds of a piece of work, because no kernel is shorter.

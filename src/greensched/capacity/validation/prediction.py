@@ -318,10 +318,10 @@ def torch_on_streams() -> Predicted:
 
 def engines(progress: Callable[[str], None]) -> Predicted:
     """Predict the LLM engine."""
-    arms = {(k[0], k[2], k[3]): None for k in inputs() if k[1] == "engine"}
-    for gpu, rate, arm in arms:
-        progress(f"{gpu} engine {rate} {arm}")
-        yield from engine.predict(gpu, int(rate.removesuffix("/s")), arm)
+    arms = {(k[2], k[3]): None for k in inputs() if k[1] == "engine"}
+    for rate, arm in arms:
+        progress(f"engine {rate} {arm}")
+        yield from engine.predict(int(rate.removesuffix("/s")), arm)
 
 
 def predict(workloads: Sequence[str], progress: Callable[[str], None]) -> Predicted:
