@@ -544,8 +544,8 @@ class SMAllocator:
     def _time(self, grant: Grant, now: float) -> None:
         """Count how long a lease lasted whose grant is over, and how long it drained."""
         state = grant.class_state
-        if grant.uses:
-            self.count_uses(grant)
+        if grant.short_uses:
+            self.count_short_uses(grant)
         if not self.is_classed and grant.request.duration is None:
             state.sm_time += self.unsettled_sm_time(grant, now, is_suspended=grant.is_suspended)
         if not grant.is_suspended:
@@ -554,10 +554,11 @@ class SMAllocator:
             if ended < now:  # else it is counted by what `use` has beside the others
                 state.drain.add(now - ended)
 
-    def count_uses(self, grant: Grant) -> None:
-        """Count the leases that ended on a grant which is kept."""
-        grant.reused_s += grant.class_state.use.add_all(grant.uses)
-        grant.uses.clear()
+    def count_short_uses(self, grant: Grant) -> None:
+        """Count the short leases that ended on a grant which is kept."""
+        grant.class_state.use.add_shortest(grant.short_uses, grant.short_s)
+        grant.reused_s += grant.short_s
+        grant.short_uses, grant.short_s = 0, 0.0
 
     def unsettled_sm_time(self, grant: Grant, now: float, *, is_suspended: bool) -> float:
         """Return the SM-seconds of a grant that `sm_time` of its class lacks."""

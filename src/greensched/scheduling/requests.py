@@ -43,8 +43,6 @@ class DurationCurve(Protocol):
 #: What a request is expected to take: seconds, or a curve that gives them for each size.
 Duration = float | DurationCurve
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
-#: Of a grant that was not suspended twice.
-NO_USES: Final[list[float]] = []
 
 
 class Grant:
@@ -71,10 +69,11 @@ class Grant:
         "released",
         "request",
         "reused_s",
+        "short_s",
+        "short_uses",
         "since",
         "sms",
         "used",
-        "uses",
     )
 
     def __init__(self, request: Request, device: int, now: float) -> None:
@@ -108,9 +107,10 @@ class Grant:
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
         #: When its lease ended before its work, and the seconds of earlier leases on it; where
-        #: leases are timed. `uses` has the durations of those that are not counted yet.
+        #: leases are timed.
         self.released = self.reused_s = 0.0
-        self.uses = NO_USES
+        #: How many earlier leases were short, and are not counted yet; and their seconds.
+        self.short_uses, self.short_s = 0, 0.0
         #: The number of its lease in the pool's records; 0: none yet.
         self.number = 0
 

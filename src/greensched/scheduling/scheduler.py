@@ -51,7 +51,7 @@ from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
-from greensched.scheduling.histogram import MOST_KEPT, Durations, durations
+from greensched.scheduling.histogram import SHORTEST, Durations, durations
 from greensched.scheduling.lateness import Lateness
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
@@ -59,7 +59,6 @@ from greensched.scheduling.request_line import RequestLine
 from greensched.scheduling.requests import (
     GONE,
     GRANTED,
-    NO_USES,
     QUEUED,
     Duration,
     Grant,
@@ -491,18 +490,13 @@ class Scheduler:
         self._suspended[grant] = None
         grant.holder = None
         if self._is_timed:
-            uses = grant.uses
-            if uses is NO_USES:
-                seconds = now - grant.began
-                if grant.reused_s:
-                    grant.uses = [seconds]
-                else:  # most grants are not kept twice: no list for these
-                    grant.class_state.use.add(seconds)
-                    grant.reused_s = seconds
+            seconds = now - grant.began
+            if seconds < SHORTEST:  # so short that counting each at once is a tenth of it
+                grant.short_uses += 1
+                grant.short_s += seconds
             else:
-                uses.append(now - grant.began)
-                if len(uses) == MOST_KEPT:
-                    self.allocator.count_uses(grant)
+                grant.class_state.use.add(seconds)
+                grant.reused_s += seconds
         if self.allocator.is_classed:
             self.allocator.suspend(grant, now)
         return True
@@ -712,8 +706,8 @@ class Scheduler:
         running: dict[ClassState, float] = {}
         for grant in chain.from_iterable(allocator.grants):
             state, is_suspended = grant.class_state, grant in self._suspended
-            if grant.uses:
-                allocator.count_uses(grant)
+            if grant.short_uses:
+                allocator.count_short_uses(grant)
             used = allocator.unsettled_sm_time(grant, now, is_suspended=is_suspended)
             running[state] = running.get(state, 0.0) + used
         return {
