@@ -13,6 +13,7 @@ from greensched import errors
 
 #: Arguments of the classes that are not made from a message.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "DeviceNotFound": (1, 1),
     "InvalidSize": (0,),
     "TooManySMs": (9, 8),
     "InvalidSplit": ((9, None), 8, "why", (8,)),

@@ -37,6 +37,23 @@ class InvalidRequest(GreenschedError, ValueError):
     """A value that can never be right; the message says which values are."""
 
 
+class DeviceNotFound(InvalidRequest):
+    """The machine has no device of this number; the message says which it has.
+
+    Attributes:
+        device: The number that was given.
+        name: The name of the driver's status for it.
+    """
+
+    name = "INVALID_DEVICE"
+
+    def __init__(self, device: object, count: int) -> None:
+        self.device = device
+        have = ", ".join(map(str, range(count)))
+        number = f"{count} device{'' if count == 1 else 's'}"
+        super().__init__(f"device {device!r} does not exist: this machine has {number} ({have}).")
+
+
 class InvalidSize(InvalidRequest):
     """`sms` is not a size: not a positive int, a range, or a named size."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -30,7 +31,7 @@ from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
 from greensched.leasing.watchdog import ExitPolicy, checked_exit_policy, checked_hang_after
-from greensched.observability.snapshot import Snapshot, take_snapshot
+from greensched.observability.snapshot import Snapshot, snapshots_of, take_snapshot
 from greensched.observability.snapshot_server import SnapshotServer, checked_socket
 from greensched.records import Record
 from greensched.scheduling.allocator import Placement
@@ -83,7 +84,8 @@ class Pool(Uncopyable):
         reserve_bytes: Device memory, per device, that buffers get without waiting.
         socket: Where `greensched top` reads the pool. True: a Unix socket in the user's folder for
             such sockets, where `top` finds it. A path of at most 107 bytes: a socket there. False:
-            no socket. Only this user can connect, while the pool is open. Linux only.
+            no socket. Only this user can connect, from the first `open` until the pool is closed:
+            of a pool that could not open it says why. Leases are timed. Linux only.
         hang_after: Seconds after which a kernel, copy or graph *hangs*, counted from its turn on
             its stream. Tasks that wait for it, or for later work on the same executor, then get
             `DeviceHung`, and its SMs are not granted until it ends. Set it far longer than any of
@@ -139,8 +141,10 @@ class Pool(Uncopyable):
             )
         )
         if socket is not False:
-            take = partial(take_snapshot, self._lifecycle)
-            self._lifecycle.server = SnapshotServer(checked_socket(socket), take)
+            path, take = checked_socket(socket), snapshots_of(self._lifecycle)
+            self._lifecycle.server = server = SnapshotServer(path, take)
+            self._lifecycle.is_timed = True
+            weakref.finalize(self, server.stop)
 
     @property
     def _manager(self) -> LeaseManager:
@@ -157,7 +161,8 @@ class Pool(Uncopyable):
         Raises:
             DriverUnavailable: There is no usable driver or device; says what to install or change.
             DeviceTaken: another pool of this process has the device.
-            InvalidRequest: A device does not exist, or the classes' reserves do not fit.
+            DeviceNotFound: A device does not exist.
+            InvalidRequest: The classes' reserves do not fit.
             PoolClosed, DeviceLost, ForkedPool: the pool has ended.
             NotSupported: `workqueues` needs CUDA 13.1.
             CompileFailed, NotSimulable, ArgumentMismatch: a kernel of `prepare` cannot be loaded.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from greensched import ALL, LaunchConfig, Pool, ServiceClass, Snapshot
+from greensched import Snapshot
 from greensched.cli import main as cli
 from greensched.cli import top
 from greensched.cli.top import Screen
-from greensched.driver.simulated import Crash, Hang
 from greensched.errors import SocketUnavailable
-from greensched.integrations.testing import SimGPU
-from greensched.kernels import spin
 from helpers.screens import in_scene
 
 ESCAPE = "\x1b"
@@ -131,15 +125,10 @@ def test_what_is_wrong_stands_out(taken: Snapshot) -> None:
 
 
 def test_a_pool_that_opens_has_a_screen(taken: Snapshot) -> None:
-    """Nothing is known of it yet but its state."""
+    """Nothing is known of it yet but its state, and why it could not open before."""
     bare = Snapshot(taken.pid, 0.0, "opening")
-    assert drawn(bare).startswith(f"greensched process {taken.pid}: opening\n")
-
-
-def test_leases_that_are_not_timed_are_said_to_be(taken: Snapshot) -> None:
-    """The screen names what to call; the columns are empty."""
-    assert "after pool.time_leases()" in drawn(replace(taken, is_timed=False))
-    assert "time_leases" not in drawn(taken)
+    assert drawn(bare) == f"greensched process {taken.pid}: opening\n"
+    assert drawn(replace(bare, opening_error="no GPU")).endswith("\nit could not open: no GPU\n")
 
 
 def test_a_name_cannot_steer_the_terminal(taken: Snapshot) -> None:
@@ -170,86 +159,6 @@ def test_classes_have_letters_of_their_own() -> None:
 def test_times_have_two_digits_and_a_unit(seconds: float | None, text: str) -> None:
     """As long as a column is wide."""
     assert top._seconds(seconds) == text
-
-
-# -- what an operator finds --------------------------------------------------------------------
-
-CHAT = ServiceClass("chat", max_waiting=1)
-ONE = LaunchConfig(grid=1, block=1)
-Broken = Callable[[Pool], Awaitable[None]]
-
-
-def words_of(broken: Broken, **options: Any) -> str:
-    """What `top` shows of a pool after ten seconds of a service that is broken in one way."""
-    gpu, words = SimGPU(), []
-
-    async def main() -> None:
-        async with gpu.pool(services=[CHAT, ServiceClass("batch")], **options) as pool:
-            pool.time_leases()
-            running = asyncio.ensure_future(broken(pool))
-            await asyncio.sleep(10)
-            words.append(" ".join(drawn(pool.snapshot(), width=200).split()))
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    gpu.run(main)
-    gpu.close()
-    return words[0]
-
-
-async def work(pool: Pool, sms: Any = 16, service: str = "chat", seconds: float = 0.01) -> None:
-    async with pool.partition(sms, service=service) as p:
-        await p.launch(ONE, spin, int(1e9 * seconds))
-
-
-async def leak(pool: Pool) -> None:
-    asyncio.current_task().set_name("forgotten")  # type: ignore[union-attr]  # it runs in one
-    async with pool.partition(16, service="chat"):
-        await asyncio.sleep(60)
-
-
-async def starve(pool: Pool) -> None:
-    await asyncio.gather(work(pool, ALL, "chat", 60), work(pool, 16, "batch"))
-
-
-async def crowd(pool: Pool) -> None:
-    await asyncio.gather(*(work(pool, ALL) for _ in range(6)), return_exceptions=True)
-
-
-async def compute(pool: Pool) -> None:
-    async with pool.partition(ALL):
-        waits = asyncio.ensure_future(work(pool))
-        await asyncio.sleep(0.001)
-    driver: Any = pool.devices[0].driver
-    driver.clock.sleep(200_000_000)  # on the loop, before the granted task has its turn
-    await waits
-
-
-async def hang(pool: Pool) -> None:
-    await work(pool)
-
-
-async def give_up(pool: Pool) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await work(pool)
-
-
-@pytest.mark.parametrize(
-    ("broken", "options", "said"),
-    [
-        (hang, {"hang_after": 1.0, "faults": [Hang("spin")]}, "spin on device 0 has not ended"),
-        (give_up, {"faults": [Hang("spin")]}, "16 SMs, cells 0-1 draining 9.9s"),
-        (hang, {"faults": [Crash("spin")]}, "poisoned"),
-        (leak, {}, "C chat forgotten 10s 16 SMs, cells 0-1"),
-        (starve, {}, "the oldest, of class 'chat', has had 132 for 10 s"),
-        (crowd, {}, "4 refused"),
-        (compute, {}, "wake p99 250ms"),
-    ],
-)
-def test_what_is_broken_is_seen(broken: Broken, options: dict[str, Any], said: str) -> None:
-    """Hung work, a lost device, a leak, a class that starves, a full queue, a slow loop."""
-    assert said in words_of(broken, **options)
 
 
 # -- which pools -------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ def in_scene(then: Callable[[Pool], None]) -> None:
 
     async def main() -> None:
         async with gpu.pool(services=CLASSES, socket=True) as pool:
-            pool.time_leases()
 
             async def hold(sms: int, service: str, seconds: float, **options: Any) -> None:
                 async with pool.partition(sms, service=service, **options):

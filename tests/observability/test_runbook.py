@@ -1,12 +1,14 @@
-"""The runbook: a service breaks in eight ways, and the alerts alone tell which.
+"""The runbook: a service breaks in eight ways; the alerts alone tell which, and so does `top`.
 
-The service runs in virtual time, on a simulated GPU. Its metrics are scraped every 15 s, and the
-rules of examples/observability/alerts.yml are evaluated on these samples.
+The service runs in virtual time, on a simulated GPU. Its metrics are scraped every 20 s, and the
+rules of examples/observability/alerts.yml are evaluated on these samples. At the end the screen of
+`greensched top` is drawn, 80 columns wide.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -16,8 +18,10 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from rich.console import Console
 
 from greensched import ALL, GreenschedError, LaunchConfig, Pool, ServiceClass
+from greensched.cli.top import Screen
 from greensched.driver.simulated import Crash, Fail, Hang
 from greensched.integrations.prometheus import export
 from greensched.integrations.testing import SimGPU
@@ -64,24 +68,32 @@ def seconds(text: str) -> int:
     return int(text[:-1]) * SECONDS[text[-1]]
 
 
-def found(service: Service, *, minutes: float = 4, **options: Any) -> set[str]:
-    """The alerts that fire while a service runs on a pool."""
-    gpu, registry = SimGPU(), CollectorRegistry()
+def screen_of(pool: Pool) -> str:
+    """What `greensched top` shows of a pool, as one line of words."""
+    file = io.StringIO()
+    Console(file=file, width=80, markup=False).print(Screen([pool.snapshot().as_dict()]))
+    return " ".join(file.getvalue().split())
+
+
+def found(service: Service, *, minutes: float = 4, **options: Any) -> tuple[set[str], str]:
+    """The alerts that fire while a service runs on a pool, and the screen of its end."""
+    gpu, registry, screens = SimGPU(), CollectorRegistry(), []
     alerts = Alerts(registry)
 
     async def main() -> None:
         pool = gpu.pool(services=CLASSES, max_waiting=64, **options)
         export(pool, registry=registry)
-        running = asyncio.ensure_future(service(pool))
+        running = asyncio.create_task(service(pool), name="service")
         for _ in range(int(minutes * 60 / INTERVAL)):
             alerts.scrape(gpu.time)
             await asyncio.sleep(INTERVAL)
+        screens.append(screen_of(pool))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     gpu.run(main)
     gpu.close()
-    return alerts.firing
+    return alerts.firing, screens[0]
 
 
 async def opened(pool: Pool, *loads: Service) -> None:
@@ -118,27 +130,36 @@ async def healthy(pool: Pool) -> None:
 
 
 def test_a_healthy_service_raises_no_alarm() -> None:
-    """Two classes within their means: no alert."""
-    assert found(healthy) == set()
+    """Two classes within their means: no alert, and a screen without any of the words below."""
+    alerts, screen = found(healthy)
+    assert alerts == set()
+    assert ": open" in screen
+    assert "0 expired, 0 refused" in screen
+    for said in ("has not ended", "poisoned", "waiting:", "could not open", "min "):
+        assert said not in screen
 
 
-@pytest.mark.parametrize("hang_after", [None, 30])
-def test_a_hung_kernel(hang_after: float | None) -> None:
+@pytest.mark.parametrize(
+    ("hang_after", "said"),
+    [(None, "32 SMs, cells 0-3 draining 4min"), (30, "spin on device 0 has not ended")],
+)
+def test_a_hung_kernel(hang_after: float | None, said: str) -> None:
     """Work does not end whose request gave up, or whose request waits, with `hang_after`."""
 
     async def service(pool: Pool) -> None:
         await opened(pool, chat if hang_after is None else batch)
 
-    faults = [Hang("spin", nth=5)]
-    assert found(service, faults=faults, hang_after=hang_after) == {"GreenschedWorkHung"}
+    alerts, screen = found(service, faults=[Hang("spin", nth=5)], hang_after=hang_after)
+    assert alerts == {"GreenschedWorkHung"}
+    assert said in screen
 
 
 def test_a_lost_device() -> None:
     """A kernel of the service crashes the device."""
-    assert found(healthy, faults=[Crash("spin", nth=5)]) == {
-        "GreenschedDeviceLost",
-        "GreenschedNotReady",
-    }
+    alerts, screen = found(healthy, faults=[Crash("spin", nth=5)])
+    assert alerts == {"GreenschedDeviceLost", "GreenschedNotReady"}
+    assert "poisoned" in screen
+    assert "ILLEGAL_ADDRESS" in screen
 
 
 def test_a_full_queue() -> None:
@@ -147,7 +168,9 @@ def test_a_full_queue() -> None:
     async def crowd(pool: Pool) -> None:
         await opened(pool, batch, *[partial(chat, milliseconds=4000)] * 12)
 
-    assert found(crowd, minutes=3) == {"GreenschedQueueFull"}
+    alerts, screen = found(crowd, minutes=3)
+    assert alerts == {"GreenschedQueueFull"}
+    assert "refused sms=32: 4 requests are waiting already; retry in 4 s (64 times)" in screen
 
 
 def test_a_starving_class() -> None:
@@ -161,7 +184,10 @@ def test_a_starving_class() -> None:
     async def service(pool: Pool) -> None:
         await opened(pool, greedy, batch)
 
-    assert found(service, minutes=5) == {"GreenschedServiceStarved"}
+    alerts, screen = found(service, minutes=5)
+    assert alerts == {"GreenschedServiceStarved"}
+    assert "5min needs 64 SMs; 0 of 132 are free on device 0" in screen
+    assert "the oldest, of class 'chat', has had 132 for 300 s" in screen
 
 
 def test_a_leak_of_a_lease() -> None:
@@ -174,7 +200,9 @@ def test_a_leak_of_a_lease() -> None:
     async def service(pool: Pool) -> None:
         await opened(pool, chat, leak)
 
-    assert found(service, minutes=12) == {"GreenschedLeaseLeaked"}
+    alerts, screen = found(service, minutes=12)
+    assert alerts == {"GreenschedLeaseLeaked"}
+    assert "12min 8 SMs, cell 4" in screen
 
 
 def test_a_slow_loop() -> None:
@@ -194,17 +222,29 @@ def test_a_slow_loop() -> None:
     async def service(pool: Pool) -> None:
         await opened(pool, slow, *[contend] * 3)
 
-    assert found(service, minutes=3) == {"GreenschedLoopSlow"}
+    alerts, screen = found(service, minutes=3)
+    assert alerts == {"GreenschedLoopSlow"}
+    assert "wake p99 250ms" in screen
 
 
 @pytest.mark.parametrize(
-    ("status", "alert"),
+    ("status", "alert", "said"),
     [
-        ("NO_DEVICE", "GreenschedDeviceMissing"),
-        ("SYSTEM_DRIVER_MISMATCH", "GreenschedDriverUnusable"),
+        ("NO_DEVICE", "GreenschedDeviceMissing", "the driver sees no GPU"),
+        ("SYSTEM_DRIVER_MISMATCH", "GreenschedDriverUnusable", "SYSTEM_DRIVER_MISMATCH"),
     ],
 )
-def test_a_pool_that_cannot_open(status: str, alert: str) -> None:
+def test_a_pool_that_cannot_open(status: str, alert: str, said: str) -> None:
     """The GPU is missing, or the driver is the wrong one; the service tries again and again."""
     faults = [Fail("initialise", status=status, last=1_000_000)]
-    assert found(healthy, faults=faults) == {alert, "GreenschedNotReady"}
+    alerts, screen = found(healthy, faults=faults)
+    assert alerts == {alert, "GreenschedNotReady"}
+    assert "it could not open: " in screen
+    assert said in screen
+
+
+def test_a_gpu_of_several_is_missing() -> None:
+    """The machine has fewer than the service asks for."""
+    alerts, screen = found(healthy, devices=[0, 1])
+    assert alerts == {"GreenschedDeviceMissing", "GreenschedNotReady"}
+    assert "device 1 does not exist: this machine has 1 device (0)." in screen

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from greensched import InvalidRequest, Pool, SocketUnavailable
+from greensched import DeviceNotFound, InvalidRequest, Pool, SocketUnavailable
 from greensched.integrations.testing import SimGPU
 from greensched.observability import snapshot_client, snapshot_server
 from greensched.observability.snapshot_client import find_sockets, read_snapshot
@@ -68,7 +68,8 @@ def test_a_blocked_loop_does_not_keep_the_answer(folder: Path) -> None:
     first, second = opened(times=2)
     assert first["state"] == second["state"] == "open"
     assert first["pid"] == os.getpid()
-    assert first["services"][0]["sm_seconds"] is None
+    assert first["is_timed"]
+    assert first["services"][0]["use_p99"] is None
     assert list(folder.iterdir()) == []
     assert threads() == []
 
@@ -290,18 +291,28 @@ def test_a_folder_of_another_user_is_not_used(
 # -- its end -----------------------------------------------------------------------------------
 
 
-def test_an_opening_that_fails_leaves_no_socket(folder: Path) -> None:
-    """The thread ends, too."""
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_pool_that_could_not_open_says_why(is_closed: bool, folder: Path) -> None:
+    """Its socket answers until it is closed, or collected, and after the next attempt."""
     gpu = SimGPU()
 
     async def main() -> None:
-        with pytest.raises(InvalidRequest):
-            async with gpu.pool(socket=True, devices=[7]):
-                pass
+        pool = Pool([7], driver=gpu.driver, socket=True)  # `gpu.pool` keeps its pools
+        for _ in range(2):
+            with pytest.raises(DeviceNotFound):
+                await pool.open()
+            (path,) = find_sockets()
+            found = read_snapshot(path)
+            assert found["state"] == "not open"
+            assert found["opening_error"].startswith("device 7 does not exist")
+        if is_closed:
+            await pool.aclose()
 
     gpu.run(main)
+    gc.collect()
+    for each in [one for one in threading.enumerate() if one.name == THREAD]:
+        each.join(10)
     assert list(folder.iterdir()) == []
-    assert threads() == []
 
 
 def test_a_collected_pool_has_no_socket(folder: Path) -> None:

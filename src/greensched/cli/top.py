@@ -33,6 +33,8 @@ WIDE = 150
 #: The most leases and events on the screen.
 MOST_LEASES, MOST_EVENTS = 5, 5
 OPEN = "open"
+#: A loop is slow whose tasks go on so late after their grant; as in the alert `GreenschedLoopSlow`.
+SLOW_S = 0.05
 
 
 def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console: Console) -> None:
@@ -167,14 +169,16 @@ class _Pool:
 
     def drawn(self) -> Group:
         """Return all parts of the pool's screen."""
-        parts: list[Any] = [self._title(), self._counts()]
+        parts: list[Any] = [self._title()]
+        if error := self._found.get("opening_error"):
+            parts.append(Text(f"it could not open: {_printable(error)}", "bold red"))
+        if self._found["devices"]:
+            parts.append(self._counts())
         parts += [Text(_printable(one), "yellow") for one in self._found["degraded"]]
         for device in self._found["devices"]:
             parts += [Text(), *self._device(device)]
         if self._services:
             parts += [self._legend(), Text(), self._classes()]
-            if not self._found["is_timed"]:
-                parts.append(Text("waits and uses are shown after pool.time_leases()", "dim"))
         parts += self._waiting()
         parts += self._leases()
         parts += self._events()
@@ -188,8 +192,10 @@ class _Pool:
         title = Text.assemble(("greensched", "bold"), f" process {found['pid']}: ", state)
         if found["driver"]:
             title.append(f", driver {found['driver']}, policy {_printable(found['policy'])}")
-        if found["is_timed"]:
-            title.append(f", wake p99 {_seconds(found['wake_p99'])}")
+        wake = found["wake_p99"]
+        if wake is not None:
+            slow = "bold red" if wake > SLOW_S else ""
+            title.append(", ").append(f"wake p99 {_seconds(wake)}", slow)
         return title
 
     def _counts(self) -> Text:

@@ -19,7 +19,7 @@ from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
 from greensched.driver.kept_handles import ContextKey, KeptContext
 from greensched.driver.types import StreamHandle
-from greensched.errors import Closed, GreenschedError, InvalidRequest
+from greensched.errors import Closed, DeviceNotFound, GreenschedError, InvalidRequest
 from greensched.kernels import Loader
 from greensched.typing import ContextFlags, DeviceFacts, SupportsDevice
 
@@ -38,7 +38,7 @@ class Device(Uncopyable):
 
     Raises:
         DriverUnavailable: There is no usable driver or device; says what to install or change.
-        InvalidRequest: The device does not exist.
+        DeviceNotFound: The device does not exist.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Device(Uncopyable):
         count = self.driver.device_count()
         ordinal = getattr(ordinal, "device_id", ordinal)
         if type(ordinal) is not int or not 0 <= ordinal < count:
-            raise InvalidRequest(_missing(ordinal, count))
+            raise DeviceNotFound(ordinal, count)
         #: Its constant properties.
         self.facts: DeviceFacts = self.driver.device_facts(ordinal)
         #: The kernels loaded on it.
@@ -266,9 +266,3 @@ class Device(Uncopyable):
 
     def __repr__(self) -> str:
         return f"<Device {self.ordinal}: {self.name}, {self.sm_count} SMs>"
-
-
-def _missing(ordinal: object, count: int) -> str:
-    have = ", ".join(map(str, range(count)))
-    number = f"{count} device{'' if count == 1 else 's'}"
-    return f"device {ordinal!r} does not exist: this machine has {number} ({have})."

@@ -61,7 +61,7 @@ class PoolOptions:
 
 
 class PoolServer(Protocol):
-    """Answers questions about a pool while it is open. No method waits for long."""
+    """Answers questions about a pool. No method waits for long."""
 
     def start(self) -> None: ...
 
@@ -84,7 +84,7 @@ class PoolLifecycle:
         notes_places = has_limits(options.hang_after, options.services) or sys.flags.dev_mode
         self.cache = (PlacingLeaseCache if notes_places else LeaseCache)(self.lock)
         self.recorder = Recorder()
-        #: Started before the devices are opened, and closed after them.
+        #: Started when the pool is opened first, and closed with it.
         self.server: PoolServer | None = None
         #: Whether leases are timed once the pool is open.
         self.is_timed = False
@@ -210,12 +210,10 @@ class PoolLifecycle:
             for device_pool in device_pools:
                 device_pool.abandon()
             process.release_devices(driver, claimed)
-            if self.server is not None:
-                self.server.close()
-            with self.lock:  # so that the next open() starts anew
+            first = self.opening_error = first_error(error)
+            with self.lock:  # the next open() starts anew; the server says why this one failed
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
-            first = self.opening_error = first_error(error)
             if isinstance(first, CUDAError) and error_class(first.status) is ErrorClass.ENVIRONMENT:
                 self.opening_error = unavailable(first)
                 raise self.opening_error from first
@@ -326,13 +324,12 @@ class PoolLifecycle:
     def _end(self) -> CloseReport:
         """Close every device. Runs on the builder, or beside it if the builder is held up."""
         manager = self._manager
-        if manager is None:
-            return CloseReport()
         try:
-            abandoned = manager.close()
+            abandoned = [] if manager is None else manager.close()
         finally:
-            ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
-            process.release_devices(manager.driver, ordinals)
+            if manager is not None:
+                ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
+                process.release_devices(manager.driver, ordinals)
             if self.server is not None:
                 self.server.close()
         logger.info("the pool is closed")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -133,6 +134,7 @@ class Snapshot:
         pid: The process id.
         time: When the snapshot was taken.
         state: The value of the `PoolState`, such as `open` or `poisoned`.
+        opening_error: Why the last opening failed; "" after a successful one.
         driver: The name of the driver.
         policy: The name of the policy, such as `fifo`.
         waiting, max_waiting: The requests in the queue, and the most it can hold.
@@ -148,6 +150,7 @@ class Snapshot:
     pid: int
     time: float
     state: str
+    opening_error: str = ""
     driver: str = ""
     policy: str = ""
     waiting: int = 0
@@ -180,12 +183,28 @@ def take_snapshot(lifecycle: PoolLifecycle) -> Snapshot:
     lifecycle.refuse_in_decision()
     manager = lifecycle.granting
     if manager is None or lifecycle.state is PoolState.FORKED:
-        return Snapshot(os.getpid(), 0.0, lifecycle.state.value)
+        error = lifecycle.opening_error
+        return Snapshot(
+            os.getpid(), 0.0, lifecycle.state.value, "" if error is None else str(error)
+        )
     manager.take_over_closed_loops()
     with manager.reads.read() as may_change:
         if may_change:
             manager.scheduler.reclaim(manager.driver.time())
         return _of_manager(manager, may_change=may_change)
+
+
+def snapshots_of(lifecycle: PoolLifecycle) -> Callable[[], Snapshot]:
+    """Return a function that takes snapshots of a pool, and does not keep the pool alive."""
+    reference = weakref.ref(lifecycle)
+
+    def take() -> Snapshot:
+        found = reference()
+        if found is None:
+            return Snapshot(os.getpid(), 0.0, PoolState.CLOSED.value)
+        return take_snapshot(found)
+
+    return take
 
 
 def _of_manager(manager: LeaseManager, *, may_change: bool) -> Snapshot:

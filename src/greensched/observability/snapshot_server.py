@@ -60,12 +60,14 @@ class SnapshotServer:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Start a thread that listens. A socket file without a listener is replaced.
+        """Start a thread that listens. Idempotent. A socket file without a listener is replaced.
 
         Raises:
             SocketUnavailable: The path exists, cannot be created, or is too long; no thread can be
                 started; or this system does not report the user of a client.
         """
+        if self._listener is not None:
+            return
         path = self._given or Path("no folder")
         try:
             path = self._given or _default_folder() / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
@@ -80,12 +82,22 @@ class SnapshotServer:
             self._thread.start()
         except RuntimeError as error:
             self._thread = None
-            self.close()
+            self.stop()
+            listener.close()
             raise SocketUnavailable(path, str(error)) from error
         logger.info("greensched top %s shows the pool", path)
 
     def close(self) -> None:
         """Remove the socket and end the thread. Idempotent. Waits for an answer in progress."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Remove the socket, and let the thread end. Idempotent. Never waits.
+
+        Runs also when the pool is collected.
+        """
         listener, self._listener = self._listener, None
         if listener is None or self.path is None:
             return
@@ -95,9 +107,6 @@ class SnapshotServer:
             if each is not None:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
-        if self._thread is not None:
-            self._thread.join()
-        listener.close()
 
     def forked(self) -> None:
         """Close a forked child's copies. The socket file stays the parent's."""
@@ -109,16 +118,17 @@ class SnapshotServer:
     # -- on its thread ---------------------------------------------------------------------------
 
     def _serve(self, listener: socket.socket) -> None:
-        while self._listener is listener:
-            try:
-                self._connection, _ = listener.accept()
-            except OSError:  # it was shut down, or no file descriptor is left for a connection
-                if self._listener is listener:
-                    time.sleep(AGAIN_S)
-                continue
-            with self._connection, suppress(OSError):  # the client may disconnect at any time
-                self._answer(self._connection)
-            self._connection = None
+        with listener:
+            while self._listener is listener:
+                try:
+                    self._connection, _ = listener.accept()
+                except OSError:  # it was shut down, or no file descriptor is left for a connection
+                    if self._listener is listener:
+                        time.sleep(AGAIN_S)
+                    continue
+                with self._connection, suppress(OSError):  # the client may disconnect at any time
+                    self._answer(self._connection)
+                self._connection = None
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(QUESTION_S)
