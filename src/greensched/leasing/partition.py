@@ -64,7 +64,7 @@ class Partition(AsyncBlock):
     everything, and raise before anything is submitted:
 
     * `PartitionClosed` outside the block; `PoolClosed`, `DeviceLost` or `ForkedPool` after that
-    end;
+      end;
     * `WouldBlock` when too many jobs are in flight: `await drain()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
     * `InvalidRequest` while the partition's stream is capturing;
