@@ -55,7 +55,7 @@ def rows(printed: str) -> list[dict[str, Any]]:
 
 def test_the_demo_prints_four_arrangements() -> None:
     """As a program it exits with 0, and its JSON has four rows, each with all results verified."""
-    done = program("demo", "--seconds", "0.5", "--json", GREENSCHED_DRIVER="simulated:h200")
+    done = program(*SHORT[:3], "--json", GREENSCHED_DRIVER="simulated:h200")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["device"] == "Simulated H200"
