@@ -113,7 +113,6 @@ def prefill_and_decode(seeds: Sequence[int], traces: Sequence[Path]) -> Iterator
             slo=LONG_TARGETS if "mooncake" in str(traffic) else TARGETS,
             seed=seeds[0],
             repeats=len(seeds),
-            check=False,
             until_late=True,
         )
         is_file = isinstance(traffic, Path)
@@ -145,7 +144,7 @@ def beside_training(seeds: Sequence[int]) -> Iterator[Bar]:
     for rate in (0.25, 0.5):
         asked = Experiment(
             services="w2", generator="paced", policies=("elastic",), rates=(rate,), seconds=4.0,
-            seed=seeds[0], repeats=len(seeds), check=False,
+            seed=seeds[0], repeats=len(seeds),
         )  # fmt: skip
         answer = experiment.run_experiment(asked)
         (cell,) = answer.groups
@@ -273,7 +272,7 @@ def _printed(order: str) -> bytes:
     """Return what a new process prints of a short experiment, with this hash seed of strings."""
     program = (
         "from greensched.capacity import experiment, results, text_report; "
-        f"asked = results.Experiment(policies=({OURS!r},), seconds=5.0, repeats=2, check=False); "
+        f"asked = results.Experiment(policies=({OURS!r},), seconds=5.0, repeats=2); "
         "print(text_report.table(experiment.run_experiment(asked)))"
     )
     command, env = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": order}

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from greensched import driver as drivers
-from greensched.capacity import validation
-from greensched.capacity.validation import Check
 from greensched.cli import commands, measure
 from greensched.cli import main as cli
 from helpers.screens import in_scene
@@ -46,7 +44,6 @@ def test_an_example_prints_what_the_page_says(
 ) -> None:
     """Words and whole numbers are the same; so is every number of a command without times."""
     monkeypatch.setenv(drivers.VARIABLE, "simulated:h200")
-    monkeypatch.setattr(validation, "checks", lambda: (Check("stand-in", 1.0, 1.0, "nothing"),))
     monkeypatch.setattr(measure, "HOST_REPEATS", 3)
     monkeypatch.setattr(measure, "WARM", 0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

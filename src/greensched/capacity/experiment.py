@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from greensched.capacity import clairvoyant, host_costs, latency_tables, metrics, sweeps, validation
+from greensched.capacity import clairvoyant, host_costs, latency_tables, metrics, sweeps
 from greensched.capacity.machine import models
 from greensched.capacity.metrics import of_outcome
 from greensched.capacity.results import Experiment, Results, RunGroup, attained, targets
@@ -71,16 +71,13 @@ def run_experiment(
     quiet_runs = [outcome for each in by_seed for outcome in each.values()]
     simulated = sum(outcome.seconds + outcome.drained for outcome in quiet_runs)
     results = Results(
-        experiment, scenario, source.saturation, {}, p99, alone_rate, [], {}, (), simulated
+        experiment, scenario, source.saturation, {}, p99, alone_rate, [], {}, simulated
     )
     for rate in rates:
         results.offered[rate] = source.offered(rate)
         if experiment.until_late:
             policies = [name for name in policies if not _is_late(results, name)]
         _run_rate(results, rate, source, policies, seeds, steps)
-    if experiment.check:
-        steps.next("published figures")
-        results.checks = validation.checks()
     return results
 
 

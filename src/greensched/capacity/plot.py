@@ -37,8 +37,7 @@ def save(results: Results, path: Path) -> None:
         _draw(axis, results, partial(_p99, name))
         axis.axhline(1e3 * target, color="grey", linewidth=0.8)
         axis.set(title=f"{name}: p99 in ms (line: target)")
-        if len(results.offered) > 1:
-            axis.set_yscale("log")
+        axis.set_yscale("log")
     for axis, (name, target) in zip(axes[1][1:], latencies.items(), strict=True):
         draw_distribution(axis, results, name)
         axis.axvline(1e3 * target, color="grey", linewidth=0.8)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from greensched.capacity import metrics, sweeps
 from greensched.capacity.metrics import Latencies
 from greensched.capacity.run import Outcome, Scenario
-from greensched.capacity.validation.scenarios import Check
+from greensched.capacity.validation import measured
 from greensched.typing import Granularity
 
 #: The seeds reserved for figures in documents. Development used only seeds 1 to 15.
@@ -36,7 +36,6 @@ class Experiment:
         slo: Targets in seconds by class; for a language model also `first` and `between`.
         multiple: The target of every class as a multiple of its median alone. 0: `slo`, or the
             services' own.
-        check: Whether to simulate the published figures, too.
         until_late: Whether to simulate a policy only up to the first rate at which too few requests
             are in time for every seed, which is what goodput needs.
     """
@@ -54,7 +53,6 @@ class Experiment:
     repeats: int = 1
     slo: Mapping[str, float] = field(default_factory=dict)
     multiple: float = 0.0
-    check: bool = True
     until_late: bool = False
 
 
@@ -81,7 +79,6 @@ class Results:
     groups: list[RunGroup]
     #: A clairvoyant's estimated attainment of prefill, by rate, for each seed.
     clairvoyant: dict[float, list[float]]
-    checks: tuple[Check, ...]
     #: Seconds of virtual time of all runs together.
     simulated: float
 
@@ -153,6 +150,7 @@ def as_dict(results: Results) -> dict[str, Any]:
     """Convert to JSON types. Times are in seconds; intervals are [mean, low, high]."""
     experiment = results.experiment
     report: dict[str, Any] = {
+        "model": measured.summary(),
         "gpus": experiment.gpus,
         "granularity": experiment.granularity,
         "traffic": experiment.trace.name if experiment.trace else experiment.generator,
@@ -167,7 +165,6 @@ def as_dict(results: Results) -> dict[str, Any]:
             for strategy, each in (goodputs(results) if len(results.offered) > 1 else {}).items()
         },
         "comparison": compare_policies(results) if len(results.offered) > 1 else {},
-        "checks": [asdict(c) | {"is_reproduced": c.is_reproduced} for c in results.checks],
     }
     return {key: metrics.rounded(value) for key, value in report.items()}
 

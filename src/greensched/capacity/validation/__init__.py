@@ -1,4 +1,4 @@
-"""Validation: does the simulation reproduce published figures? Printed with every report.
+"""Validation: does the simulation reproduce published figures?
 
 Each check names its inputs (kernel lengths, latencies of an idle partition, time slices) and
 its prediction, which follows from residency, sharing and service times. Nothing is fitted to a
