@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from greensched import ALL, REST, InvalidRequest, InvalidSize, Pool, TooManySMs
 
 pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
 from greensched.integrations import asgi
-from greensched.integrations.ray import balancing, gpus, pool_actor, protocol, supervisor
+from greensched.integrations.ray import balancing, gpus, pool_actor, protocol, registry, supervisor
 from greensched.integrations.ray import connection as connections
 from greensched.integrations.ray.connection import CALLS, PoolConnection
 from greensched.integrations.ray.remote_client import RemoteClient
@@ -702,3 +703,105 @@ def test_a_restarted_supervisor_knows_the_pools(monkeypatch: pytest.MonkeyPatch)
         restarted._tending.cancel()
 
     tended(2, test)
+
+
+@pytest.mark.fault("E4")
+def test_a_pool_that_starts_meanwhile_ends_with_its_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not left behind with its GPU; and a program that joins then starts no other."""
+    begun, go = threading.Event(), threading.Event()
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        start = supervisor.pool_actor
+
+        def slowly(*args: Any) -> Any:
+            begun.set()
+            go.wait(10)
+            return start(*args)
+
+        async def exits(_: supervisor.Supervisor) -> None: ...
+
+        monkeypatch.setattr(supervisor, "pool_actor", slowly)
+        monkeypatch.setattr(supervisor.Supervisor, "_exit", exits)
+        cluster.nodes.append("new")
+        looks = asyncio.ensure_future(fleet._look())
+        assert await asyncio.to_thread(begun.wait, 10)
+        stops = asyncio.ensure_future(fleet.stop(0))
+        late = asyncio.ensure_future(fleet.join("late"))
+        await turn()
+        go.set()
+        await asyncio.gather(looks, stops)
+        assert (await late).is_stopped
+        assert cluster.pools == fleet._pools == {}
+
+    tended(None, test)
+
+
+def part_of(**calls: Callable[..., Any]) -> registry.PoolRegistry:
+    """Return the registry of a program whose supervisor replies in this way."""
+    made = registry.PoolRegistry("f", None, None, False, {})
+    made._supervisor = types.SimpleNamespace(
+        **{name: types.SimpleNamespace(remote=call) for name, call in calls.items()}
+    )
+    made.is_open = True
+    return made
+
+
+@pytest.mark.fault("E4")
+def test_a_program_ends_without_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a while for a supervisor that does not reply, and ends if that has died."""
+    monkeypatch.setattr(registry, "END_S", 0.01)
+
+    async def dead(*_: Any) -> None:
+        raise registry.ActorDiedError
+
+    async def main() -> None:
+        for leave in (lambda _: asyncio.Event().wait(), dead):
+            await asyncio.wait_for(part_of(leave=leave).aclose(), 10)
+            await asyncio.wait_for(part_of(stop=leave).stop(0), 10)
+        program = part_of(members=dead)
+        await asyncio.wait_for(program._follow(1), 10)
+        assert not program.is_open  # it was stopped: another supervisor is not started
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault("E4")
+def test_a_program_that_opens_follows_the_pools() -> None:
+    """A pool that ends before its first reply is not waited for, but that in its place; or none."""
+
+    async def dead(*_: Any) -> None:
+        raise registry.ActorDiedError
+
+    async def hello(*_: Any) -> protocol.PoolInfo:
+        return FACTS
+
+    async def main(*later: registry.Membership) -> None:
+        ended, there, left = Actor(), Actor(), iter(later)
+        ended.hello = types.SimpleNamespace(remote=dead)
+        there.hello = types.SimpleNamespace(remote=hello)
+        names = {"f/0": ended, "f/1": there}
+
+        def reply(found: registry.Membership) -> registry.Membership:
+            return found._replace(pools={name: names[name] for name in found.pools})
+
+        async def members(*_: Any) -> registry.Membership:
+            for found in left:
+                return reply(found)
+            return await asyncio.Event().wait()
+
+        async def join() -> registry.Membership:
+            return reply(registry.Membership(1, {"f/0": None}))
+
+        async def leave(_: str) -> None: ...
+
+        program = part_of(members=members, leave=leave)
+        program._join = join
+        try:
+            await asyncio.wait_for(program.open(), 10)
+            assert [*program.connections] == ["f/1"]
+        finally:
+            await program.aclose()
+
+    asyncio.run(main(registry.Membership(2, {"f/1": None})))
+    with pytest.raises(greensched.PoolClosed):
+        asyncio.run(main(registry.Membership(2, {}, is_stopped=True)))

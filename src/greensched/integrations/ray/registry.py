@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from greensched import Pool
-from greensched.errors import NoPool
+from greensched.errors import NoPool, PoolClosed
 from greensched.integrations.ray import protocol
 from greensched.integrations.ray.connection import PoolConnection
 from greensched.integrations.ray.supervisor import Membership, find_supervisor
@@ -24,6 +24,8 @@ logger = logging.getLogger("greensched")
 RECONNECT = 0.05
 #: The same for a pool whose process runs but does not open.
 RETRY_OPEN = 1.0
+#: Seconds in which the supervisor must end the pools; a program does not wait longer for it.
+END_S = 15.0
 
 
 class PoolRegistry:
@@ -63,20 +65,37 @@ class PoolRegistry:
         """Join the fleet, and wait until all pools are connected; see `Fleet.__aenter__`."""
         try:
             self._update(found := await self._join())
-            await asyncio.gather(*self._first.values())
+            self._following = asyncio.create_task(self._follow(found.version))
+            is_waiting = True
+            while is_waiting:  # a pool may end, and another take its place
+                await asyncio.gather(*self._first.values())
+                is_waiting = not all(first.done() for first in self._first.values())
         except BaseException:
             await asyncio.shield(self.aclose())
             raise
         self.is_open = True
-        self._following = asyncio.create_task(self._follow(found.version))
 
     async def aclose(self) -> None:
         """Close every connection, and leave the fleet. Idempotent."""
+        await self._part(lambda supervisor: supervisor.leave.remote(self._program), END_S)
+
+    async def stop(self, grace: float) -> None:
+        """Close every connection and every pool."""
+        await self._part(lambda supervisor: supervisor.stop.remote(grace), grace + END_S)
+
+    async def _part(self, call: Callable[[Any], Awaitable[None]], seconds: float) -> None:
+        """Close every connection, and make a last call to the supervisor."""
         self.close()
         supervisor, self._supervisor = self._supervisor, None
-        if supervisor is not None:
-            with suppress(RayError):  # the supervisor has ended
-                await supervisor.leave.remote(self._program)
+        if supervisor is None:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await call(supervisor)
+        except RayError:
+            pass  # the supervisor has ended
+        except TimeoutError:
+            logger.warning("the fleet %r has not ended in %g s", self._name, seconds)
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -87,14 +106,9 @@ class PoolRegistry:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+        for first in self._first.values():
+            self._fail_first(first, PoolClosed("this fleet", "stopped"))
         self._notify()
-
-    async def stop(self, grace: float) -> None:
-        """Close every connection and every pool."""
-        supervisor, self._supervisor = self._supervisor, None
-        self.close()
-        if supervisor is not None:
-            await supervisor.stop.remote(grace)
 
     async def wait_for_change(self) -> None:
         """Wait until a pool connects, or the fleet is closed."""
@@ -127,26 +141,27 @@ class PoolRegistry:
         while True:
             try:
                 found = await self._supervisor.members.remote(self._program, version)
-                if (
-                    found is None
-                ):  # it was restarted, or heard nothing from this program for too long
+                if found is None:  # it was restarted, or heard nothing for too long
                     found = await self._join()
+            except ActorDiedError:  # Ray restarts it, unless the fleet was stopped
+                found = Membership(version, {}, is_stopped=True)
             except (RayError, NoPool) as error:
                 logger.warning("the fleet %r has no supervisor now: %s", self._name, error)
                 await asyncio.sleep(RETRY_OPEN)
-                with suppress(RayError, NoPool):
-                    found = await self._join()
-            if found is not None:
-                if found.is_stopped:
-                    self.close()
-                    return
-                version = found.version
-                self._update(found)
+                continue
+            if found.is_stopped:
+                self.close()
+                return
+            version = found.version
+            self._update(found)
 
     def _update(self, found: Membership) -> None:
         """Connect to new pools, and drop pools that have ended."""
         for name in self.handles.keys() - found.pools.keys():
             self._maintaining.pop(name).cancel()
+            first = self._first.pop(name)
+            if not first.done():
+                first.set_result(None)
             del self.handles[name]
             self.most.pop(name, None)
             connection = self.connections.pop(name, None)
@@ -181,16 +196,20 @@ class PoolRegistry:
             except RayTaskError as error:
                 self._reject(name, error.cause)
                 await asyncio.sleep(RETRY_OPEN)
-            except RayActorError:
+            except RayError:
                 await asyncio.sleep(RECONNECT)
             else:
                 return PoolConnection(handle, key, info, self._code)
 
     def _reject(self, name: str, error: BaseException) -> None:
         """Report that a pool cannot be used: at first to `open`, later in the log."""
-        first = self._first[name]
-        if first.done():
+        if not self._fail_first(self._first[name], error):
             logger.warning("%s cannot be used: %s", name, error)
-        else:
-            first.set_exception(error)
-            first.exception()  # marks it as retrieved: several may fail, but `open` raises only one
+
+    def _fail_first(self, first: asyncio.Future[None], error: BaseException) -> bool:
+        """Report to `open`, if it waits for this pool."""
+        if first.done():
+            return False
+        first.set_exception(error)
+        first.exception()  # marks it as retrieved: several may fail, but `open` raises only one
+        return True

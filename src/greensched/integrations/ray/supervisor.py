@@ -29,7 +29,7 @@ PERIOD = 0.5
 #: Seconds in which a pool's process must reply; otherwise the pool is away.
 REPLY_S = 1.0
 #: Seconds for which a GPU must be free before it gets a pool, because a program may want it.
-SPARE_S = 5.0
+SPARE_S = 1.0
 #: Seconds in which the replacement of a pool may open, before the pool on a draining node is
 #: closed.
 READY_S = 5.0
@@ -79,19 +79,22 @@ class Supervisor:
     # -- called by programs ------------------------------------------------------------------------
 
     async def join(self, program: str) -> Membership:
-        """Add a program, and start missing pools.
+        """Add a program, and start missing pools, unless the fleet is stopped.
 
         Raises:
             NoPool: There are not enough free GPUs.
         """
         self._programs[program] = time.monotonic()
         async with self._filling:
+            if self._is_stopped:
+                return self._membership()
             if self._tending is None:
                 self._pools = await asyncio.to_thread(find_pools, self._name)
                 self._tending = asyncio.create_task(self._tend())
             missing = await self._missing()
             await asyncio.to_thread(gpus.check_free, missing)
             await self._start(missing)
+        self._programs[program] = time.monotonic()  # that may have taken long
         return self._membership()
 
     async def members(self, program: str, version: int) -> Membership | None:
@@ -118,9 +121,10 @@ class Supervisor:
         """Close every pool, then exit. Queued jobs fail, and leases may end within the grace."""
         self._is_stopped = True
         self._notify()
-        if self._tending is not None:
-            self._tending.cancel()
-        await asyncio.gather(*(self._end(name, grace) for name in [*self._pools]))
+        async with self._filling:  # a pool that starts meanwhile would be left behind
+            if self._tending is not None:
+                self._tending.cancel()
+            await asyncio.gather(*(self._end(name, grace) for name in [*self._pools]))
         self._ending = asyncio.create_task(self._exit())
 
     async def _exit(self) -> None:
@@ -162,7 +166,9 @@ class Supervisor:
 
     async def _end(self, name: str, grace: float) -> None:
         """Close a pool, and end its process permanently."""
-        handle = self._pools[name]
+        handle = self._pools.get(name)
+        if handle is None:  # it was dropped meanwhile
+            return
         with suppress(RayError, TimeoutError):  # the pool is away, or has ended already
             await asyncio.wait_for(handle.stop.remote(grace), grace + REPLY_S)
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
@@ -186,7 +192,7 @@ class Supervisor:
                 del self._programs[program]
             try:
                 await self._look()
-            except (NoPool, RayError) as error:
+            except Exception as error:  # else nothing would end the fleet
                 logger.warning("the fleet %r does not change: %s", self._name, error)
         logger.warning("the fleet %r ends: its last program has not been heard of", self._name)
         self._tending = None
