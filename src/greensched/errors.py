@@ -92,8 +92,8 @@ class TooManySMs(InvalidRequest):
         if is_ruled or not nearest:
             instead += f", or {other if is_ruled else 'for ALL SMs of a device'}"
         super().__init__(
-            f"{asked} SMs{' together' if nearest else ''} can never be granted here, at most "
-            f"{most} can: ask for {instead}"
+            f"{asked} SMs{' together' if nearest else ''} can never be granted here (at most "
+            f"{most} can): ask for {instead}"
         )
 
 
@@ -135,7 +135,7 @@ class InvalidLaunch(InvalidRequest):
         self.value = value
         self.limit = limit
         rule = f"must be {limit}" if isinstance(limit, str) else f"can be at most {limit} here"
-        super().__init__(f"{what} is {value}, it {rule}")
+        super().__init__(f"{what} is {value}, but {rule}")
 
 
 class InvalidCapture(InvalidRequest):
@@ -199,7 +199,7 @@ class WrongDevice(InvalidRequest):
     def __init__(self, what: str, has: int, wants: int) -> None:
         self.has = has
         self.wants = wants
-        super().__init__(f"{what} belongs to device {has}, and this is device {wants}")
+        super().__init__(f"{what} belongs to device {has}, but this is device {wants}")
 
 
 class NotCopyable(GreenschedError, TypeError):
@@ -621,7 +621,7 @@ class DeviceHung(GreenschedError, TimeoutError):
             f"{cells:b}), which are not granted until it ends"
         )
         if behind:
-            text += f"; {len(behind)} jobs stand behind it: {_shortened(behind)}"
+            text += f"; {len(behind)} jobs wait behind it: {_shortened(behind)}"
         if beside:
             text += (
                 f"; {len(beside)} other executors have work without progress, perhaps behind it in "
@@ -683,7 +683,7 @@ class VersionSkew(GreenschedError, RuntimeError):
         self.theirs = theirs
         self.ours = ours
         super().__init__(
-            f"{pool} speaks protocol version {theirs}, and this process {ours}: install the same "
+            f"{pool} speaks protocol version {theirs}, but this process {ours}: install the same "
             "greensched on all nodes, then stop the fleet and start it again"
         )
 

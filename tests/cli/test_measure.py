@@ -70,8 +70,8 @@ def test_what_was_measured_is_shown_as_tables(
     [
         ([], "give a model file, or --host"),
         (["missing.py"], "not a Python file that defines prefill or decode"),
-        (["--host", "--sms", "0"], "'--sms': '0' is no list of numbers of at least 1"),
-        (["--host", "--batches", "x"], "'--batches': 'x' is no list of numbers"),
+        (["--host", "--sms", "0"], "'--sms': '0' is not a list of numbers of at least 1"),
+        (["--host", "--batches", "x"], "'--batches': 'x' is not a list of numbers"),
     ],
 )
 def test_measure_says_what_is_wrong(

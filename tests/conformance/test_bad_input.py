@@ -257,8 +257,8 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
     ("argument 3 .*whole number", lambda p, b: (2.0, b, b, "8")),
     ("argument 3 .*whole number", lambda p, b: (2.0, b, b, 8.0)),
     (f"argument 3 .*whole number from 0 to {2**64 - 1}", lambda p, b: (2.0, b, b, -1)),
-    ("takes 4 arguments .*and got 5", lambda p, b: (2.0, b, b, 8, 9)),
-    ("takes 4 arguments .*and got 1", lambda p, b: ((2.0, b, b, 8),)),
+    ("takes 4 arguments .*but got 5", lambda p, b: (2.0, b, b, 8, 9)),
+    ("takes 4 arguments .*but got 1", lambda p, b: ((2.0, b, b, 8),)),
 ]
 
 
@@ -451,7 +451,7 @@ def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
     async def main() -> None:
         async with backend.pair("h200x2") as pool, pool.partition(8, device=0) as p:
             with await p.empty(8) as mine:
-                with pytest.raises(greensched.WrongDevice, match="device 0, and this is device 1"):
+                with pytest.raises(greensched.WrongDevice, match="device 0, but this is device 1"):
                     mine.check(1)
             async with pool.partition(8, device=1) as q:
                 with await q.empty(8) as b:

@@ -81,7 +81,7 @@ REFUSED = """
     ("variables", "way_out"),
     [
         ({"STUBCUDA_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
-        ({"STUBCUDA_DRIVER_VERSION": "12090"}, "CUDA 12.9, and greensched needs 13.0"),
+        ({"STUBCUDA_DRIVER_VERSION": "12090"}, "CUDA 12.9, but greensched needs 13.0"),
         ({"STUBCUDA_FAIL": "cuInit:*:34"}, "the toolkit's stub"),
         ({"STUBCUDA_FAIL": "cuInit:*:802"}, "nvidia-fabricmanager"),
         ({"STUBCUDA_FAIL": "cuInit:*:803"}, "reboot"),

@@ -54,9 +54,9 @@ def test_an_argument_is_packed_as_the_code_reads_it(
         ("f2", 1j, "float"),
         ("c8", "1", "must be a number"),
         ("b1", 1, "True or False"),
-        ("V8", b"abc", "has 3 bytes, and must have 8"),
-        ("V8", bytes(9), "has 9 bytes, and must have 8"),
-        ("V8", PAIR[["n"]].astype([("n", "i4")]), "has 4 bytes, and must have 8"),
+        ("V8", b"abc", "has 3 bytes, but must have 8"),
+        ("V8", bytes(9), "has 9 bytes, but must have 8"),
+        ("V8", PAIR[["n"]].astype([("n", "i4")]), "has 4 bytes, but must have 8"),
         ("V8", 8, "bytes-like"),
     ],
 )

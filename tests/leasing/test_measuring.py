@@ -57,7 +57,7 @@ def test_wrong_numbers_are_in_no_curve(samples: Any, tmp_path: Path) -> None:
     known.save(path)
     assert LatencyCurve.load(path).sizes == (8,)
     path.write_text(path.read_text().replace('"p95": 0.1', '"p95": NaN'))
-    with pytest.raises(InvalidRequest, match="no latency curve"):
+    with pytest.raises(InvalidRequest, match="not a latency curve"):
         LatencyCurve.load(path)
     with pytest.raises(InvalidRequest, match="give"):
         known.observe(8, math.nan)

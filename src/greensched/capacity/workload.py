@@ -210,7 +210,7 @@ def _service(
     unknown = sorted(given.keys() - known)
     if unknown:
         raise InvalidRequest(
-            f"class {name!r}: {', '.join(unknown)} is no attribute: give some of {sorted(known)}"
+            f"class {name!r}: unknown attributes {', '.join(unknown)}: give some of {sorted(known)}"
         )
     curve = tables.get(str(given.get("curve")))
     if curve is None:

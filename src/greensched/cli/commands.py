@@ -105,8 +105,8 @@ def _parse_targets(text: str) -> dict[str, float]:
 SIZE = _Value(
     "size", _parse_size, "is not a size: give a number of SMs (16), a range (8:64), all or rest"
 )
-COUNTS = _Value("counts", _parse_counts, "is no list of numbers of at least 1, such as 8,16")
-FACTORS = _Value("factors", _parse_factors, "is no list of numbers, such as 0.5,1")
+COUNTS = _Value("counts", _parse_counts, "is not a list of numbers of at least 1, such as 8,16")
+FACTORS = _Value("factors", _parse_factors, "is not a list of numbers, such as 0.5,1")
 TARGETS = _Value(
     "targets", _parse_targets, "gives no seconds by class, such as first=0.5,between=0.05"
 )

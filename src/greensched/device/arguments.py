@@ -183,7 +183,7 @@ class KernelArguments:
             wanted = ", ".join(_described(p) for p in self._kernel.parameters) or "none"
             raise ArgumentMismatch(
                 self._kernel.name,
-                f"takes {len(setters)} arguments ({wanted}), and got {len(values)}",
+                f"takes {len(setters)} arguments ({wanted}), but got {len(values)}",
             )
         index = 0
         try:
@@ -263,7 +263,7 @@ class KernelArguments:
                 value = _foreign(value, dtype, write=write)
             value.check(device_id)
             if dtype is not None and value.dtype != dtype and not isinstance(value, ForeignArray):
-                raise TypeError(f"holds {value.dtype}, and must hold {dtype}")
+                raise TypeError(f"holds {value.dtype}, but must hold {dtype}")
             slot[0] = value.address
             buffers[index] = (value, write)
 
@@ -280,9 +280,9 @@ def _foreign(value: Any, dtype: np.dtype[Any] | None, *, write: bool) -> Foreign
         hint = "did you forget `await`?" if hasattr(value, "__await__") else "see p.upload"
         raise TypeError(f"must be a Buffer or an array of a device ({hint})")
     if dtype is not None and not array.holds(dtype):
-        raise TypeError(f"holds {array.kind}, and must hold {dtype}")
+        raise TypeError(f"holds {array.kind}, but must hold {dtype}")
     if write and array.is_read_only:
-        raise TypeError("is read-only, and the kernel may write it: is its parameter const?")
+        raise TypeError("is read-only, but the kernel may write it: is its parameter const?")
     return array
 
 
@@ -292,7 +292,7 @@ def _structure_setter(place: memoryview[int]) -> Callable[[Any], None]:
     def structure(value: Any) -> None:
         raw = memoryview(value)
         if raw.nbytes != len(place):
-            raise TypeError(f"has {raw.nbytes} bytes, and must have {len(place)}")
+            raise TypeError(f"has {raw.nbytes} bytes, but must have {len(place)}")
         place[:] = raw.tobytes()
 
     return structure

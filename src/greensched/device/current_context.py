@@ -300,7 +300,7 @@ def pop(context: Enterable) -> None:
         is_of_block = UserContextScope.innermost(context) is not None
     if is_of_block:
         raise InvalidRequest(
-            f"{context!r} is current by a `with` block: leave the block instead of calling pop()"
+            f"{context!r} was made current by a `with` block: leave it instead of calling pop()"
         )
     driver.pop_current()
     if found:

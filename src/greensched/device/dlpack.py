@@ -115,7 +115,7 @@ def read(capsule: object) -> View:
     managed = layout.from_address(_pointer(capsule, name))
     if layout is _Versioned and managed.major != VERSION[0]:
         raise InvalidArray(
-            f"its DLPack has version {managed.major}, and version {VERSION[0]} is supported"
+            f"its DLPack has version {managed.major}, but only version {VERSION[0]} is supported"
         )
     tensor = managed.tensor
     dtype, kind = _dtype(tensor)

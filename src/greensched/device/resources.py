@@ -310,7 +310,7 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
     if not resources or not all(isinstance(r, (SMResource, WorkqueueResource)) for r in resources):
         raise InvalidRequest(
             f"resources={given!r}: a green context is made of a list of SMResource and "
-            "WorkqueueResource objects, one at least"
+            "WorkqueueResource objects, at least one"
         )
     if any(isinstance(r, SMResource) and r.is_trial for r in resources):
         raise InvalidRequest(

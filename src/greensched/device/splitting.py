@@ -190,7 +190,7 @@ def _explain(
         if count > have.sm_count:
             return f"{count} are more than there are"
         if count % 2:
-            return f"{count} is odd, and SMs come in pairs"
+            return f"{count} is odd, but SMs come in pairs"
         if count % step and not group.backfill:
             return f"{count} is not a multiple of the {step} co-scheduled SMs{_hints(structured)}"
         if count and count < least:

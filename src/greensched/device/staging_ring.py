@@ -138,6 +138,6 @@ def check_alike(array: Array, buffer: DeviceOperand, what: str) -> None:
     """Check that an array has its buffer's shape and dtype."""
     if array.shape != buffer.shape or array.dtype != buffer.dtype:
         raise InvalidArray(
-            f"{what} is {array.dtype} {array.shape}, and the buffer is "
+            f"{what} is {array.dtype} {array.shape}, but the buffer is "
             f"{buffer.dtype} {buffer.shape}"
         )

@@ -238,7 +238,7 @@ class Stream(Uncopyable):
                 if error.status != INVALID_HANDLE:
                     raise
                 raise InvalidRequest(
-                    f"{other!r} cannot be waited for: this driver wants an event of that stream's "
+                    f"{other!r} cannot be waited for: this driver needs an event of that stream's "
                     "context. Pass the array by DLPack, or wait for its producer first"
                 ) from error
             finally:

@@ -473,7 +473,7 @@ class CompletionPoller:
         except DeviceFault as fault:
             stream.health.fail(fault)
         except Exception:
-            logger.exception("%r failed behind the work of a stream", callback)
+            logger.exception("%r failed after the work of a stream", callback)
 
     def _resume(self) -> None:
         """Resume the tasks of reached waiters now, one by one. Last, because they may do anything.

@@ -133,7 +133,7 @@ class Graph(Closable):
         return calls.submit_call(lease, capture, self._args, dict(self._kwargs))
 
     def _capture_again(self, lease: Lease) -> _CapturedGraph:
-        """Capture it on another executor."""
+        """Capture the graph on another executor."""
 
         def capture(*args: Any, **kwargs: Any) -> None:
             captured.create(partial(function, *args, **kwargs), self._check_uses)

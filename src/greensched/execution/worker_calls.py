@@ -92,7 +92,6 @@ class WorkerCalls:
             where: The value of `current_call()` in a user's function, which sees a copy of its
                 caller's context variables, as with `asyncio.to_thread`. None: the function is the
                 library's own.
-                the library's own.
         """
         launches = self._launch_stream
         call = _QueuedCall(function, job, poller, where, None if where is None else copy_context())

@@ -6,8 +6,8 @@ input. It writes to standard output one byte for the outcome, then the cubin or 
 
 On Linux it gives up:
 
-- files, except reading below the headers: Landlock (kernel 5.13); - the network, other programs,
-and signals to or tracing of other processes: seccomp. The filter also
+- files, except reading below the headers: Landlock (kernel 5.13);
+- the network, other programs, signals to other processes and tracing them: seccomp. The filter also
   refuses `io_uring`, which would bypass it;
 - unlimited time, memory, written files and dumps: resource limits.
 """

@@ -184,9 +184,7 @@ class LatencyCurve:
             curve = cls({row["sms"]: [row["median"]] for row in rows})
             curve._p95 = cls({row["sms"]: [row["p95"]] for row in rows})._median
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidRequest(
-                f"{path} holds no latency curve, as `save` writes it: {error!r}"
-            ) from None
+            raise InvalidRequest(f"{path} is not a latency curve of `save`: {error!r}") from None
         return curve
 
     # -- smoothing -------------------------------------------------------------------------------

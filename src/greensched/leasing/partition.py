@@ -68,8 +68,8 @@ class Partition(AsyncBlock):
     * `WouldBlock` when too many jobs are in flight: `await drain()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
     * `InvalidRequest` while the partition's stream is capturing;
-    * `WrongThread` on any thread but that of the loop that entered the block. Any thread may
-      await jobs and read the partition's properties.
+    * `WrongThread` on another thread than that of the loop that entered the block. Any thread
+      may await jobs and read the partition's properties.
     """
 
     __slots__ = ("__weakref__", "_is_entered", "_is_left", "_lease", "_lifecycle", "_request")

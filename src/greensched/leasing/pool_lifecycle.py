@@ -165,7 +165,7 @@ class PoolLifecycle:
             raise error.with_traceback(None) from None
 
     def _build(self, manager: LeaseManager) -> None:
-        """Do all of the opening that blocks. A failure leaves nothing open.
+        """Do every blocking step of the opening. A failure leaves nothing open.
 
         Runs on the builder thread.
         """

@@ -41,7 +41,7 @@ def executors(lifecycle: PoolLifecycle, service: str) -> tuple[ExecutorInfo, ...
     ]
     if not found:
         raise InvalidRequest(
-            f"service {service!r} names no sizes, so its leases may meet any executor: give it "
+            f"service {service!r} names no sizes, so its leases may use any executor: give it "
             "some, such as ServiceClass(..., sizes=(24, 48))"
         )
     return tuple(found)

@@ -222,7 +222,7 @@ def checked_socket(value: object) -> Path | None:
     size = len(os.fsencode(path))
     if size > MOST_BYTES:
         raise InvalidRequest(
-            f"socket={value!r}: the path has {size} bytes, and a Unix socket takes {MOST_BYTES}: "
+            f"socket={value!r}: the path has {size} bytes, but a Unix socket takes {MOST_BYTES}: "
             "give a shorter one, or True"
         )
     return path

@@ -329,7 +329,7 @@ async def test_a_refused_background_task_is_logged(
                 await task
         assert pool.statistics().refused == 1
     assert caplog.record_tuples[-1][1] == logging.WARNING
-    assert "behind its response" in caplog.text
+    assert "after its response" in caplog.text
 
 
 # -- websockets -------------------------------------------------------------------------------

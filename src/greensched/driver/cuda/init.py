@@ -56,7 +56,7 @@ def initialise() -> None:
     version = driver_version()
     if version < OLDEST:
         raise errors.DriverUnavailable(
-            f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}, and "
+            f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}, but "
             "greensched needs 13.0: install driver R580 or newer"
         )
     _call(cuda.cuInit, 0)

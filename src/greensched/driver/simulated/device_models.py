@@ -252,7 +252,7 @@ def parse(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
     whole = _SPEC.fullmatch(spec.strip().lower())
     if whole is None:
         raise InvalidRequest(
-            f"{spec!r} is no simulated device: give h200, h200x2+l40s or h100@13.1"
+            f"{spec!r} is not a simulated device: give h200, h200x2+l40s or h100@13.1"
         )
     version = (int(whole["major"]), int(whole["minor"])) if whole["major"] else MEASURED
     if version not in VERSIONS:

@@ -87,7 +87,7 @@ class Streams(Component):
             found = device.streams.get(address - address_of(0))
             if isinstance(found, SimulatedStream) and found.alive:
                 return StreamHandle(found)
-        raise DriverMisuse(f"foreign_stream: {address:#x} is no live stream")
+        raise DriverMisuse(f"foreign_stream: {address:#x} is not a live stream")
 
     def query_stream(self, stream: StreamHandle) -> bool:
         found = self.machine.stream(stream, "query_stream")

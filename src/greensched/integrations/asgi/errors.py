@@ -85,7 +85,7 @@ class PoolErrors:
         except Exception as error:
             response = _response(error)
             if response is not None and sent.is_complete:
-                logger.warning("a background task failed behind its response: %s", error)
+                logger.warning("a background task failed after its response: %s", error)
             if response is None or sent.has_begun:
                 await sent.flush()
                 raise

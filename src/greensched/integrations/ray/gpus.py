@@ -79,7 +79,7 @@ def free() -> int:
 def draining() -> dict[str, float]:
     """Return the draining nodes with their deadlines as Unix time (0: none). Blocks on Ray.
 
-    Ray has no public function for this (2.60); Ray Serve uses the same source.
+    Ray has no public function for this (2.60); Ray Serve calls the same internal one.
     """
     deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
     return {node: milliseconds / 1000 for node, milliseconds in deadlines.items()}
