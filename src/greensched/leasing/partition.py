@@ -41,7 +41,9 @@ class AsyncBlock(Uncopyable):
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, Any, NoReturn]:
-        raise InvalidRequest("a partition cannot be awaited: write `async with ... as p:`")
+        raise InvalidRequest(
+            "await does not enter a partition: write `async with pool.partition(...) as p:`"
+        )
 
     def __enter__(self) -> NoReturn:
         raise InvalidRequest(

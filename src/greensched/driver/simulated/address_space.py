@@ -134,7 +134,7 @@ class AddressSpace:
         with self._lock:
             block = self._blocks.get(address)
             if block is None:
-                raise DriverMisuse(f"{what}: {address:#x} is not a live allocation (freed twice?)")
+                raise DriverMisuse(f"{what}: {address:#x} is no live allocation (freed twice?)")
             if pinned is not (block.device is None):
                 kind = "device memory" if pinned else "pinned memory"
                 raise DriverMisuse(f"{what}: {address:#x} is {kind}")
