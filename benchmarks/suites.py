@@ -104,7 +104,6 @@ def host(standin: str | None) -> Parts:
         "simulated H200, real clock": lambda: [
             *run_program(_HOT_PATH, *simulated),
             *run_program("benchmarks.micro.queue", *simulated),
-            *run_program("benchmarks.micro.metrics"),
         ],
         "watching a pool": lambda: run_program("benchmarks.micro.watching"),
     }
