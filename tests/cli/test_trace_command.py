@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ import pytest
 from greensched import Drained, Granted, Lent, Lost, Queued, Released, Requested
 from greensched.cli import main as cli
 from greensched.cli import trace as command
+from greensched.cli import trace_report
 from greensched.observability import sm_map
 from greensched.observability.lease_history import TracedDevice
 from greensched.observability.perfetto_writer import PerfettoWriter
-from greensched.observability.trace_reader import read
+from greensched.observability.trace_reader import RecordedTrace, read
 
 DEVICE = TracedDevice(0, "Some <GPU>", "GPU-0", sms=20, cell_count=2, cell_sms=8)
 CONTEXT: Any = None
@@ -135,6 +137,16 @@ def test_the_report_holds_the_trace(trace: Path, capsys: pytest.CaptureFixture[s
     assert not re.search(r"https?:|@import|url\((?!#)", page)
     assert "<b>" not in page
     assert "<b>" in report.cells
+
+
+def test_waits_are_drawn_in_steps() -> None:
+    """A line goes up where a request waited so long, and is level between."""
+    trace = RecordedTrace()
+    trace.history.services["a"].waits = [0.1, 0.0, 0.002]
+    (points,) = re.findall('points="(.*?)"', trace_report._waits(trace, {"a": "red"}))
+    places = [tuple(map(float, point.split(","))) for point in points.split()]
+    assert len(places) == 8
+    assert all(one[0] == other[0] or one[1] == other[1] for one, other in pairwise(places))
 
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")

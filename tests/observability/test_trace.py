@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trio
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+from prometheus_client import CollectorRegistry
 
 from greensched import (
     ALL,
@@ -27,6 +28,7 @@ from greensched import (
     ServiceClass,
 )
 from greensched.driver.simulated import Crash
+from greensched.integrations.prometheus import export
 from greensched.integrations.testing import SimGPU
 from greensched.kernels import spin
 from greensched.observability import trace as tracing
@@ -96,7 +98,7 @@ def parsed(path: Path) -> list[TrackEvent]:
 
 
 def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
-    """The SM-time by class in the trace is that of the statistics; so are the requests."""
+    """The SM-time by class is that of the statistics and of Prometheus; so are the requests."""
     path = tmp_path / "t.perfetto-trace"
 
     async def batch(pool: Pool, end: float) -> None:
@@ -115,7 +117,8 @@ def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
                 tasks.create_task(lease(pool, sms, times.uniform(5, 120), service="chat"))
 
     async def test(pool: Pool) -> None:
-        pool.time_leases()
+        registry = CollectorRegistry()
+        export(pool, registry=registry)
         async with pool.trace(path):
             await asyncio.gather(batch(pool, 10), clients(pool, 10))
         trace, statistics = read(path), pool.statistics()
@@ -125,6 +128,10 @@ def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
         for name, found in trace.history.services.items():
             of_pool = statistics.services[name]
             assert found.sm_seconds == pytest.approx(of_pool.sm_seconds, rel=0.001)
+            labels = {"pool": "default", "service": name}
+            scraped = registry.get_sample_value("greensched_sm_seconds_total", labels)
+            assert found.sm_seconds == pytest.approx(scraped, rel=0.001)
+            assert found.requests["requested"] == found.requests["granted"]
             assert found.leases == of_pool.granted
         chat, wait = trace.history.services["chat"], statistics.services["chat"].wait
         assert chat.requests["granted"] > 100

@@ -34,6 +34,7 @@ from greensched.driver.interface import Driver
 from greensched.driver.simulated import SimulatedDriver, Span
 from greensched.errors import DriverUnavailable, InvalidRequest
 from greensched.kernels import gaussian_blur, matmul
+from greensched.leasing.latency import quantile
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL, REST
@@ -74,13 +75,14 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON, with times in milliseconds."""
+        ordered = sorted(self.latencies)
         return {
             "arrangement": self.name,
             "critical_sms": self.critical_sms,
             "batch_sms": self.batch_sms,
             "requests": len(self.latencies),
-            "latency_p50_ms": percentile(self.latencies, 0.5),
-            "latency_p99_ms": percentile(self.latencies, 0.99),
+            "latency_p50_ms": round(1e3 * quantile(ordered, 0.5), 3) if ordered else None,
+            "latency_p99_ms": round(1e3 * quantile(ordered, 0.99), 3) if ordered else None,
             "batch_jobs_per_s": round(self.batch_jobs / self.seconds, 1) if self.seconds else 0.0,
             "verified": self.verified,
             "results": self.results,
@@ -460,11 +462,3 @@ def _read_array(path: Path) -> npt.NDArray[Any]:
         array.close()
         raise InvalidRequest(f"{path} is not an image: it is an archive of several arrays")
     return array
-
-
-def percentile(seconds: list[float], fraction: float) -> float | None:
-    """Return a percentile in milliseconds; None if there are no values."""
-    if not seconds:
-        return None
-    index = min(len(seconds) - 1, math.ceil(fraction * len(seconds)) - 1)
-    return round(1e3 * sorted(seconds)[index], 3)

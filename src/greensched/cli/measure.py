@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import math
 import statistics
 import subprocess
 import time
@@ -27,6 +26,7 @@ from greensched.driver.interface import Driver
 from greensched.errors import InvalidRequest
 from greensched.execution.call_context import current_call
 from greensched.kernels import spin
+from greensched.leasing.latency import quantile
 from greensched.leasing.partition import Partition
 from greensched.pool import Pool
 from greensched.typing import ALL
@@ -186,8 +186,8 @@ def percentiles(seconds: Sequence[float]) -> Table:
     """Return the median and the 99th percentile in microseconds, without the first operations."""
     found = sorted(seconds[WARM:])
     return {
-        "p50_us": round(1e6 * statistics.median_low(found), 2),
-        "p99_us": round(1e6 * found[math.ceil(0.99 * len(found)) - 1], 2),
+        "p50_us": round(1e6 * quantile(found, 0.5), 2),
+        "p99_us": round(1e6 * quantile(found, 0.99), 2),
     }
 
 

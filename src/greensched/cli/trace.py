@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from greensched.capacity.plot import pyplot, write
 from greensched.cli import trace_report
 from greensched.cli.terminal import print_table
 from greensched.errors import InvalidRequest
+from greensched.leasing.latency import quantile
 from greensched.observability import sm_map
 from greensched.observability.trace_reader import RecordedTrace
 
@@ -50,7 +50,10 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
                     kind: found.requests[kind]
                     for kind in ("requested", "granted", "refused", "expired", "cancelled")
                 },
-                **{f"wait_p{part}": percentile(waits, part / 100) for part in (50, 99)},
+                **{
+                    f"wait_p{part}": quantile(waits, part / 100) if waits else None
+                    for part in (50, 99)
+                },
                 "wait_max": waits[-1] if waits else None,
                 "jobs": found.jobs,
                 "failed": found.failed,
@@ -67,13 +70,6 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
         ],
         "services": services,
     }
-
-
-def percentile(ordered: Sequence[float], fraction: float) -> float | None:
-    """Return a percentile of sorted values, or None if there are no values."""
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def print_summary(trace: RecordedTrace, found: dict[str, Any]) -> None:

@@ -188,11 +188,13 @@ def _waits(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
     least, most = -6, max(-5, math.ceil(math.log10(longest)))
     lines = {}
     for name, waits in found.items():
-        every = range(0, len(waits), max(1, len(waits) // POINTS))
-        points = [(max(waits[at], 10.0**least), (at + 1) / len(waits)) for at in every]
-        points = [(math.log10(wait), part) for wait, part in points]
-        scaled = [((at - least) / (most - least), part) for at, part in points]
-        lines[name] = [(scaled[0][0], 0.0), *scaled, (1.0, 1.0)]
+        points, before = list[tuple[float, float]](), 0.0
+        for at in range(0, len(waits), max(1, len(waits) // POINTS)):
+            x = (math.log10(max(waits[at], 10.0**least)) - least) / (most - least)
+            part = (at + 1) / len(waits)
+            points += [(x, before), (x, part)]
+            before = part
+        lines[name] = [*points, (1.0, before), (1.0, 1.0)]
     decades = ("1 us", "10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s")
     ticks = [
         decades[at] if at < len(decades) else f"1e{at + least} s" for at in range(most - least + 1)

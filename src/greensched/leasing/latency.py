@@ -65,8 +65,8 @@ class LatencyCurve:
                     "duration in seconds for each"
                 )
             durations.sort()
-            self._median[sms] = _quantile(durations, 0.5)
-            self._p95[sms] = _quantile(durations, TAIL)
+            self._median[sms] = quantile(durations, 0.5)
+            self._p95[sms] = quantile(durations, TAIL)
         if not self._median:
             raise InvalidRequest("samples={}: give the durations of at least one size")
         #: The sizes in order. The smoothed estimates below are computed when first needed.
@@ -226,8 +226,8 @@ class ScaledCurve:
         self._curve.observe(sms, seconds / self._factor)
 
 
-def _quantile(ordered: list[float], part: float) -> float:
-    """Return the smallest value that at least this fraction of the values does not exceed."""
+def quantile(ordered: Sequence[float], part: float) -> float:
+    """Return the least of sorted values that this fraction of the values does not exceed."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
