@@ -5,6 +5,7 @@
 #   make faults         run the tests of the faults in tests/faults/cases.toml, and print each with its result
 #   make every-call     fail each driver call of the conformance suite's scenarios in turn, and judge what
 #                       follows; CALLS=8 combinations of each scenario, 0 for all
+#   make schedules      run random programs on the pool in random schedules, for STEPS=1000000 steps
 #   make check          lint, format, types, import contracts, spelling
 #   make docs           build the documentation in .build/site, warnings as errors
 #   make screens        draw the pictures of `greensched top` in docs/reference
@@ -49,7 +50,7 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-.PHONY: demo docs screens docs-serve test faults every-call check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
+.PHONY: demo docs screens docs-serve test faults every-call schedules check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -66,6 +67,10 @@ faults: $(VENV)/.ready
 CALLS ?= 8
 every-call: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -p tests.faults.every_call -p no:randomly --every-call $(CALLS) $(or $(ARGS),tests/conformance)
+
+STEPS ?= 1000000
+schedules: $(VENV)/.ready
+	PYTHONPATH=tests $(BIN)/python -m tests.faults.schedules --steps $(STEPS) $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

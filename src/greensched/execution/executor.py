@@ -235,11 +235,13 @@ class Executor:
             try:
                 if refused is not None:
                     raise refused
+                self.health.check()
                 job._set_result(step())
             except BaseException as error:
                 job_failed(job, error, self.health)
             try:
-                job._stream.mark(job._ticket)
+                if not self.health.is_over:
+                    job._stream.mark(job._ticket)
             except CUDAError as error:
                 self.health.fail(error)
             poller.thread_work_done_threadsafe()

@@ -119,6 +119,9 @@ class WorkerThread:
 
     def _run_in_context(self, item: Item, context: Context) -> None:
         """Run an item even if the context cannot be entered: a task waits for its result."""
+        if context.health.is_over:  # no call follows the loss of a device
+            item()
+            return
         with ExitStack() as block:
             try:
                 try:

@@ -23,7 +23,7 @@ from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
 from greensched.errors import CUDAError, DeviceFault
 from greensched.execution.call_context import CallContext, running_call
-from greensched.execution.completion_poller import CAPTURE_STATUSES, CompletionPoller
+from greensched.execution.completion_poller import PASSING_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job
 from greensched.execution.threads import Item, WorkerThread
 from greensched.typing import CaptureMode, T
@@ -144,6 +144,7 @@ class WorkerCalls:
         try:
             if refused is not None:
                 raise refused
+            self._health.check()
             if calls:
                 with self._scope:
                     while calls:
@@ -173,13 +174,14 @@ class WorkerCalls:
         """Write the ticket of a returned call after the work that it left on the stream."""
         stream, ticket = self._call_stream, call.job._ticket
         try:
-            self._record_context(call)
-            # The stream is queried, too, because on an H100 the context's event omits what a
-            # stream without later work waits for.
-            if self._has_no_work(stream):
-                stream.mark_here(ticket)
-            else:
-                stream.mark(ticket)
+            if not self._health.is_over:
+                self._record_context(call)
+                # The stream is queried, too, because on an H100 the context's event omits what a
+                # stream without later work waits for.
+                if self._has_no_work(stream):
+                    stream.mark_here(ticket)
+                else:
+                    stream.mark(ticket)
         except CUDAError as error:
             self._health.fail(error)
         call.poller.thread_work_done_threadsafe()
@@ -225,14 +227,17 @@ class WorkerCalls:
             return False
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
-        """Query a stream, after dropping a capture that was left open on it."""
+        """Query a stream, after dropping a capture that was left open on it.
+
+        A query that fails without a loss of the device proves nothing: False.
+        """
         try:
             return self._driver.query_stream(stream.stream.handle)
         except CUDAError as error:
-            if error.status not in CAPTURE_STATUSES:
+            if error.status not in PASSING_STATUSES:
                 raise
             drop_capture(self._driver, stream)
-            return self._driver.query_stream(stream.stream.handle)
+            return False
 
 
 def job_failed(job: Job[Any], error: BaseException, health: DeviceHealth) -> None:
