@@ -31,14 +31,16 @@ def ranked(order: int, rank: float) -> Request:
 
 @given(
     steps=st.lists(
-        st.one_of(st.integers(0, 4), st.sampled_from(["first", "served", "left", "many left"])),
+        st.one_of(
+            st.integers(0, 4), st.sampled_from(["first", "served", "left", "many left", "again"])
+        ),
         max_size=60,
     ),
     data=st.data(),
 )
 def test_the_first_has_the_smallest_rank(steps: list[Any], data: st.DataObject) -> None:
     """Whatever arrives, leaves or is served: the first queued request is by rank and order."""
-    heap, waiting, order = LazyHeap(rank_of), list[Request](), 0
+    heap, waiting, left, order = LazyHeap(rank_of), list[Request](), list[Request](), 0
     for step in steps:
         leaving = 0
         if isinstance(step, int):
@@ -46,6 +48,13 @@ def test_the_first_has_the_smallest_rank(steps: list[Any], data: st.DataObject) 
                 waiting.append(ranked(order, float(step)))
                 heap.push(waiting[-1])
                 order += 1
+        elif step == "again":  # what has left is queued again, as another request
+            for request in left[:3]:
+                request.state, request.order, request.rank = GrantState.QUEUED, order, (2.0,)
+                waiting.append(request)
+                heap.push(request)
+                order += 1
+            del left[:3]
         elif step == "many left":
             leaving = 2 * len(waiting) // 3
         elif waiting and step != "first":
@@ -56,6 +65,7 @@ def test_the_first_has_the_smallest_rank(steps: list[Any], data: st.DataObject) 
                 0 if step == "served" else data.draw(st.integers(0, 3)) % len(waiting)
             )
             gone.state = GrantState.GONE
+            left.append(gone)
             assert heap.discard(gone) is (not waiting)
         assert len(waiting) <= len(heap) <= 2 * len(waiting) + STALE_LEAST
         if step == "first" or data.draw(st.booleans()):
@@ -81,6 +91,24 @@ def test_a_mass_cancellation_rebuilds_rarely() -> None:
     assert rebuilt < 20
     assert len(line) == len(scheduler.queue._deadlines) == 0
     assert scheduler.queue.lines == {}
+
+
+@pytest.mark.fault("S3")
+def test_what_asks_again_has_no_deadline_of_before() -> None:
+    """A request overtook one with an earlier deadline; idle, it asks again beside a third."""
+    scheduler = Scheduler([DeviceCells(size=8, count=2)], Fifo(), 1000)
+    one, _ = (scheduler.request(0.0, parse_sizes((8,))).grants[0] for _ in range(2))
+    first = scheduler.request(0.0, parse_sizes((ALL,)), deadline=5.0)
+    second = scheduler.request(0.0, parse_sizes((8,)), deadline=9.0)
+    third = scheduler.request(0.0, parse_sizes((ALL,)), deadline=8.0)
+    scheduler.release(one)
+    assert scheduler.drained(0.001, one) == [second]
+    scheduler.cancel(0.002, first)
+    (grant,) = second.grants
+    scheduler.release(grant)
+    assert scheduler.drained(0.003, grant) == []
+    assert scheduler.ask_again(0.004, grant) == [second]
+    assert scheduler.queue.next_deadline() == third.deadline
 
 
 class Newest:

@@ -13,6 +13,15 @@ from greensched.scheduling.requests import QUEUED, Request
 STALE_LEAST: Final = 64
 
 
+#: The key of a request, its order, and the request. Orders differ: requests never compare.
+_Entry = tuple[Any, int, Request]
+
+
+def _is_live(entry: _Entry) -> bool:
+    """Return whether an entry is of a queued request, and not from before it was queued again."""
+    return entry[2].state is QUEUED and entry[2].order == entry[1]
+
+
 class LazyHeap:
     """Requests by a key, then by arrival. Removed entries are dropped later, many at once.
 
@@ -20,6 +29,9 @@ class LazyHeap:
     `discard` only counts. Once removed entries outnumber the others, one rebuild drops them, so a
     removal takes amortised constant time. The bound: cancelling 100,000 requests keeps every call
     under 10 ms (benchmarks/micro/scheduler.py).
+
+    A request that is queued again has another order, and may have another key: its earlier entry
+    stays removed.
 
     Args:
         key: what requests are ordered by, smaller first.
@@ -29,37 +41,30 @@ class LazyHeap:
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
-        self._row: deque[Request] = deque()
-        #: The key, the request's order, and the request. Orders differ: requests never compare.
-        self._heap: list[tuple[Any, int, Request]] = []
+        self._row: deque[_Entry] = deque()
+        self._heap: list[_Entry] = []
         self._stale = 0
 
     def __len__(self) -> int:
         """Return the number of stored entries, removed ones included."""
         return len(self._row) + len(self._heap)
 
-    def _is_before(self, one: Request, other: Request) -> bool:
-        mine, others = self._key(one), self._key(other)
-        if mine is others:
-            return one.order < other.order
-        return bool(mine < others or (one.order < other.order and mine == others))
-
     def push(self, request: Request) -> None:
         """Add a queued request."""
-        row = self._row
-        if row and self._is_before(request, row[-1]):
-            heapq.heappush(self._heap, (self._key(request), request.order, request))
+        row, entry = self._row, (self._key(request), request.order, request)
+        if row and entry < row[-1]:
+            heapq.heappush(self._heap, entry)
         else:
-            row.append(request)
+            row.append(entry)
 
     def first(self) -> Request | None:
         """Return the first queued request; drop the removed ones before it."""
         row, heap = self._row, self._heap
         while row or heap:
-            is_on_heap = bool(heap) and not (row and self._is_before(row[0], heap[0][2]))
-            request = heap[0][2] if is_on_heap else row[0]
-            if request.state is QUEUED:
-                return request
+            is_on_heap = self._is_on_heap()
+            entry = heap[0] if is_on_heap else row[0]
+            if _is_live(entry):
+                return entry[2]
             if is_on_heap:
                 heapq.heappop(heap)
             else:
@@ -67,18 +72,24 @@ class LazyHeap:
             self._stale -= 1
         return None
 
+    def _is_on_heap(self) -> bool:
+        """Return whether the first entry, of which there is one, is on the heap."""
+        row, heap = self._row, self._heap
+        return bool(heap) and not (row and row[0] < heap[0])
+
     def pop_first(self) -> None:
         """Take the first queued request out, which stays queued."""
-        first = self.first()
-        if self._row and self._row[0] is first:
-            self._row.popleft()
-        elif self._heap:
+        if self.first() is None:
+            return
+        if self._is_on_heap():
             heapq.heappop(self._heap)
+        else:
+            self._row.popleft()
 
     def discard(self, request: Request) -> bool:
         """Remove a request, whose state has changed already. Return whether none is left."""
         row = self._row
-        if row and row[0] is request:
+        if row and row[0][2] is request and row[0][1] == request.order:
             row.popleft()
         else:
             self._stale += 1
@@ -88,8 +99,8 @@ class LazyHeap:
             self._heap.clear()
             self._stale = 0
         elif self._stale > live + STALE_LEAST:
-            self._row = deque([one for one in row if one.state is QUEUED])
-            self._heap = [entry for entry in self._heap if entry[2].state is QUEUED]
+            self._row = deque([entry for entry in row if _is_live(entry)])
+            self._heap = [entry for entry in self._heap if _is_live(entry)]
             heapq.heapify(self._heap)
             self._stale = 0
         return not live
@@ -102,8 +113,7 @@ class LazyHeap:
 
     def queued(self) -> list[Request]:
         """Return all queued requests, in no order."""
-        entries = [*self._row, *(entry[2] for entry in self._heap)]
-        return [request for request in entries if request.state is QUEUED]
+        return [entry[2] for entry in (*self._row, *self._heap) if _is_live(entry)]
 
 
 def _rank(request: Request) -> tuple[float, ...]:
