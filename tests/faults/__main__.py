@@ -8,11 +8,12 @@ needs no GPU, stand-in or Ray.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 
 import pytest
-from tests.faults.cases import ELSEWHERE, TESTS, Case, cases, marked
+from tests.faults.cases import ALL_ROUNDS, ELSEWHERE, TESTS, Case, cases, marked
 
 
 class Outcomes:
@@ -22,8 +23,11 @@ class Outcomes:
         self.passed: set[str] = set()
         self.failed: defaultdict[str, list[str]] = defaultdict(list)
         self.reasons: dict[str, str] = {}
+        #: How many rounds some tests ran.
+        self.counts: defaultdict[str, list[str]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        counts = [str(value) for kind, value in report.user_properties if kind == "count"]
         for kind, name in report.user_properties:
             if kind != "fault":
                 continue
@@ -33,6 +37,7 @@ class Outcomes:
                 self.reasons[str(name)] = str(report.longrepr[-1]).removeprefix("Skipped: ")  # type: ignore[index]
             elif report.when == "call":
                 self.passed.add(str(name))
+                self.counts[str(name)] += counts
 
     def line(self, name: str, case: Case, tests: list[str]) -> tuple[bool, str]:
         """Say how a case fared, and whether that is all right."""
@@ -41,7 +46,7 @@ class Outcomes:
         if name in self.failed:
             return False, "FAILED " + " ".join(sorted(set(self.failed[name])))
         if name in self.passed:
-            return True, "pass"
+            return True, ", ".join(["pass", *self.counts[name]])
         reason = self.reasons.get(name, "not collected")
         if case.layer in ELSEWHERE:
             return True, f"not run: {reason} ({ELSEWHERE[case.layer]})"
@@ -50,6 +55,7 @@ class Outcomes:
 
 def main(arguments: list[str]) -> int:
     """Run the tests, and print the table."""
+    os.environ[ALL_ROUNDS] = "1"
     outcomes, tests, wrong = Outcomes(), marked(), 0
     files = sorted({test.split("::")[0] for several in tests.values() for test in several})
     pytest.main(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +17,14 @@ ELSEWHERE = {
     "ray": "make test-integrations",
     "gpu": "make test-gpu",
 }
+
+#: Set by `make faults`: tests of a number of rounds run all of them.
+ALL_ROUNDS = "GREENSCHED_ALL_FAULT_ROUNDS"
+
+
+def rounds(number: int) -> int:
+    """Return how many rounds of a test to run: all in `make faults`, a tenth in `make test`."""
+    return number if os.environ.get(ALL_ROUNDS) else max(2, number // 10)
 
 
 class Case(NamedTuple):

@@ -9,11 +9,13 @@ import sys
 import tempfile
 import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import greensched
+from faults.cases import rounds
 from greensched.leasing import process
 
 #: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
@@ -506,6 +508,44 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
         )
     )
     assert "it hung" not in said, said
+
+
+@pytest.mark.fault("D1")
+def test_forks_beside_busy_threads_are_answered(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """While threads of the pool work, a child is told at once, whatever they hold at the fork."""
+    number = rounds(20)
+    said = quiet(
+        IN_A_CHILD
+        + textwrap.dedent(
+            f"""
+            async def work():
+                while True:
+                    async with pool.partition(16) as p:
+                        with await p.upload(np.ones(10**5)) as b:
+                            await p.run(sum, (1, 2))
+                            await p.download(b)
+
+            async def main():
+                async with pool:
+                    tasks = [asyncio.create_task(work()) for _ in range(3)]
+                    for _ in range({number}):
+                        for _ in range(7):
+                            await asyncio.sleep(0)
+                        said = await asyncio.to_thread(
+                            in_a_child, lambda: pool.partition(8).__aenter__())
+                        print(said.split(":")[0])
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    assert said.splitlines() == ["ForkedPool"] * number
+    record_property("count", f"{number} of {number} forks")
 
 
 @pytest.mark.fault("D4")
