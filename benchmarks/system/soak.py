@@ -61,7 +61,7 @@ MODEL = replace(simulated.PRESETS["h200"], memory_bytes=1 << 50)
 #: A sample is printed at most this often.
 PRINT_EVERY_S = 30.0
 #: Virtual seconds after which work hangs, for which hung work runs, and after which a load ends.
-HANG_AFTER, HUNG, LOAD = 1.0, 3.0, 600.0
+HANG_AFTER, HUNG, LOAD = 1.0, 3.0, 10.0
 #: glibc keeps freed memory for each thread, and goes on filling what it keeps for more than 100,000
 #: leases: 170 threads come to 6 MiB. With one arena for all, and no caches of threads, only memory
 #: that is in use grows.
