@@ -4,7 +4,7 @@
 #   make test           run the tests on simulated GPUs
 #   make faults         run the tests of the faults in tests/faults/cases.toml, and print each with its result
 #   make every-call     fail each driver call of the conformance suite's scenarios in turn, and judge what
-#                       follows; CALLS=8 combinations of each scenario, 0 for all
+#                       follows; CALLS=8 combinations of each scenario, 0 for all; STANDIN=... on the stand-in, too
 #   make schedules      run random programs on the pool in random schedules, for STEPS=1000000 steps
 #   make check          lint, format, types, import contracts, spelling
 #   make docs           build the documentation in .build/site, warnings as errors
@@ -65,8 +65,12 @@ faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults -n $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )) --maxprocesses 8 --dist worksteal $(ARGS)
 
 CALLS ?= 8
-every-call: $(VENV)/.ready
+every-call: $(VENV)/.ready $(if $(STANDIN),standin-built)
 	$(BIN)/python -m pytest -q -p tests.faults.every_call -p no:randomly --every-call $(CALLS) $(or $(ARGS),tests/conformance)
+ifneq ($(STANDIN),)
+	GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
+	$(BIN)/python -m pytest -q -p tests.faults.every_call -p no:randomly --driver cuda --every-call $(CALLS) $(or $(ARGS),tests/conformance)
+endif
 
 STEPS ?= 1000000
 schedules: $(VENV)/.ready

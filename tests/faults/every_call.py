@@ -3,7 +3,8 @@
     python -m pytest -p tests.faults.every_call --every-call 8 tests/conformance
 
 A scenario is a test with the fixture `backend` on a virtual clock, where each run makes the same
-driver calls in the same order. It runs untouched, and then with the 1st, 2nd, 3rd ... call failing,
+driver calls in the same order; or, with `--driver cuda`, on the stand-in, whose own function fails,
+so that the binding reports it. It runs untouched, and then with the 1st, 2nd, 3rd ... call failing,
 once and from there on, with a status of each class. `--every-call 8` runs eight of these
 combinations of each scenario, spread by `--every-call-seed`; 0 runs all of them.
 
@@ -32,19 +33,25 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import c_longlong
 from types import FrameType
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 import pytest
 
 import greensched
 from greensched import LaunchConfig, Pool
+from greensched.driver.blocking import DRIVER_CALLS
+from greensched.driver.cuda.driver import CudaDriver
+from greensched.driver.simulated import SimulatedDriver
 from greensched.driver.simulated.faults import FaultScript
 from greensched.driver.status import STATUS_NAMES, STICKY
 from greensched.kernels import fill
 from helpers import waiting
-from helpers.backend import Backend
+from helpers.backend import Backend, standin_library
+from helpers.kept import destroy_kept
 
 #: One status of each class, and DEINITIALIZED, which is sticky though its class is LIFECYCLE.
 STATUSES = {
@@ -68,6 +75,8 @@ ENDING = {"destroy_stream", "destroy_event", "destroy_green", "destroy_context",
 #: Functions of the library that end what a pool or device has.
 ENDS = {"close", "_close", "_end"}
 ONE = LaunchConfig(grid=1, block=1)
+#: Objects of the stand-in that earlier runs left.
+LEFT = [0]
 
 
 class Combination(NamedTuple):
@@ -116,11 +125,11 @@ class Injector:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the library around a driver call, without the simulated driver's."""
+    """Yield the frames of the library around a driver call, without the drivers'."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/greensched/" in file and "/simulated/" not in file:
+        if "/greensched/" in file and "/simulated/" not in file and "/driver/cuda/" not in file:
             yield frame
         frame = frame.f_back
 
@@ -132,6 +141,44 @@ def _place() -> int:
 
 class Hung(BaseException):
     """A run that did not end."""
+
+
+@contextmanager
+def injected_in_standin(injector: Injector) -> Iterator[None]:
+    """Have functions of the stand-in fail, and note in which driver call they did."""
+    standin, combination, calls = standin_library(), injector.combination, dict[str, Any]()
+    assert standin is not None
+    standin.stubcuda_fallible_calls.restype = standin.stubcuda_injected.restype = c_longlong
+    began = standin.stubcuda_fallible_calls()
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            before = standin.stubcuda_injected()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if standin.stubcuda_injected() != before:
+                    injector.failed.append(name)
+                    injector.functions |= {frame.f_code.co_name: None for frame in _frames()}
+
+        return noting
+
+    if combination is not None:
+        for name in DRIVER_CALLS:
+            calls[name] = getattr(CudaDriver, name)
+            setattr(CudaDriver, name, noted(name, calls[name]))
+        fail = standin.stubcuda_fail_from if combination.forever else standin.stubcuda_fail_nth
+        fail(c_longlong(combination.nth), STATUSES[combination.status])
+    try:
+        yield
+    finally:
+        standin.stubcuda_fail_nth(c_longlong(0), 0)
+        standin.stubcuda_fail_from(c_longlong(0), 0)
+        for name, call in calls.items():
+            setattr(CudaDriver, name, call)
+        made = standin.stubcuda_fallible_calls() - began
+        injector.calls = ["?"] * made
+        injector.places = {nth: [nth] for nth in range(1, made + 1)}
 
 
 @contextmanager
@@ -207,6 +254,8 @@ def judge_error(run: Run, combination: Combination, uses_pool: bool) -> str | No
     for leaf in _leaves(run.error):
         if isinstance(leaf, waiting.NeverHeld):  # it waits for what a failed job does not have
             told = True
+        elif isinstance(leaf, greensched.WouldBlock):  # of an executor that the pool does without
+            told = told or combination.status in run.told
         elif isinstance(leaf, (AssertionError, pytest.fail.Exception)):
             told = told or combination.status in f"{leaf} {run.told}"
         elif not isinstance(leaf, greensched.GreenschedError):
@@ -227,13 +276,25 @@ def judge_rest(run: Run, combination: Combination, backend: Backend, source: str
     """Say what is alive that should not be, and whether a next pool works; or None."""
     lost = _is_lost(run)
     for driver in backend._drivers if _uses_pool(source) else ():
-        if driver.live() and not lost and not _may_leave(run, combination, source):
-            return f"alive: {driver.live()}"
+        alive = left_alive(driver)
+        if alive and not lost and not _may_leave(run, combination, source):
+            return f"alive: {alive}"
     if backend._drivers and not lost:
         error = next_job(backend)
         if error is not None and not isinstance(error, greensched.DeviceLost):
             return f"the next pool does not work: {_text(error)}"
     return None
+
+
+def left_alive(driver: Any) -> object:
+    """Return what is alive on a device, on the stand-in what came to be so since the last time."""
+    if isinstance(driver, SimulatedDriver):
+        return driver.live()
+    standin = standin_library()
+    assert standin is not None
+    destroy_kept(driver)
+    before, LEFT[0] = LEFT[0], standin.stubcuda_live(None)
+    return max(0, LEFT[0] - before)
 
 
 def _may_leave(run: Run, combination: Combination, source: str) -> bool:
@@ -264,8 +325,8 @@ def next_job(backend: Backend) -> BaseException | None:
         with anyio.fail_after(VIRTUAL_S):
             async with Pool(driver=backend._drivers[0], devices=[0]) as pool:
                 async with pool.partition(8) as p:
-                    with await p.empty(8) as b:
-                        await p.launch(ONE, fill, b, 2.0, 8)
+                    with await p.upload(np.full(8, 2.0, np.float32)) as b:
+                        await p.launch(ONE, fill, b, 2.0, 8)  # the stand-in runs no device code
                         assert (await p.download(b)).tolist() == [2.0] * 8
 
     try:
@@ -328,11 +389,8 @@ def run_once(item: pytest.Function, backend: Backend, combination: Combination |
 
     backend.run = limited_run  # type: ignore[method-assign]
     try:
-        with (
-            pytest.MonkeyPatch.context() as patched,
-            limited(),
-            injected(injector),
-        ):
+        inject = injected if backend.is_simulated else injected_in_standin
+        with pytest.MonkeyPatch.context() as patched, limited(), inject(injector):
             arguments |= {"backend": backend}
             if "monkeypatch" in arguments:
                 arguments["monkeypatch"] = patched
@@ -384,7 +442,8 @@ def judge(item: pytest.Function, combination: Combination) -> str | None:
             with limited():
                 backend.join_threads()
         for driver in backend._drivers:
-            driver.close()
+            if isinstance(driver, SimulatedDriver):
+                driver.close()
         where = " < ".join([*run.failed[:1], *run.functions[:6]])
         del run, backend
         gc.collect()  # here, where what the test did not close warns of nothing
@@ -415,13 +474,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the scenarios: tests with a backend on a virtual clock."""
+    """Keep the scenarios: tests with a backend on a virtual clock, or on the stand-in."""
+    wanted = "virtual" if config.getoption("--driver") == "simulated" else "cuda"
     kept = [
         item
         for item in items
         if isinstance(item, pytest.Function)
         and getattr(item, "callspec", None) is not None
-        and item.callspec.params.get("backend", ("",))[0] == "virtual"
+        and item.callspec.params.get("backend", ("",))[0] == wanted
         and "backend" in item._fixtureinfo.argnames  # which a fixture cannot be given anew
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -443,8 +503,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     if only := config.getoption("--every-call-only"):
         chosen = [Combination.parse(only)]
     wrong = [text for text in (judge(pyfuncitem, it) for it in chosen) if text]
-    # A run that hung leaves its threads, which the fixture would wait for.
+    # A run that hung leaves its threads, which the fixture would wait for; and what the runs left
+    # on the stand-in has been judged.
     pyfuncitem.funcargs["backend"]._threads_before |= set(threading.enumerate())
+    if not pyfuncitem.funcargs["backend"].is_simulated:
+        pyfuncitem.funcargs["backend"].check_nothing_left = lambda: None
     pyfuncitem.user_properties.append(
         ("every_call", json.dumps([len(untouched.calls), len(chosen), wrong]))
     )

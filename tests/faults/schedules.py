@@ -30,6 +30,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import anyio
@@ -72,6 +73,8 @@ MILD = ("INVALID_VALUE", "OUT_OF_MEMORY", "INVALID_RESOURCE_CONFIGURATION", "INV
 CALLS_OF_AN_ITEM = 12
 UNDER_A_LOCK = ("load_code", "get_kernel")
 Backend = Literal["asyncio", "trio"]
+#: The name of the thread of a second loop.
+SECOND = "second loop"
 
 
 # -- what a seed draws -------------------------------------------------------------------------
@@ -94,6 +97,8 @@ class Program:
     #: Seconds until a task closes the pool beside the others; None: the last one does.
     closes_after: float | None
     grace: float
+    #: A second loop, of asyncio, on a thread of its own: it ends, or closes over leases.
+    second_loop: Literal["none", "ends", "closes"]
 
     @property
     def hangs(self) -> bool:
@@ -180,7 +185,10 @@ def draw(seed: int) -> Program:
         actions=rng.randint(1, 8),
         closes_after=rng.expovariate(30) if rng.random() < 0.15 else None,
         grace=rng.choice([0.0, 0.001, 0.2]),
+        second_loop=rng.choice(["none", "none", "ends", "closes"]),
     )
+    if program.backend == "trio":
+        program.second_loop = "none"
     if program.hangs:
         program.options["hang_after"] = HANG_AFTER
     return program
@@ -456,7 +464,9 @@ class Task:
         return self.noted(p.launch(CONFIG, spin, self.ns()))
 
     def noted(self, job: Any) -> Any:
-        """Count how often a job is told."""
+        """Count how often a job is told, where its loop outlives it."""
+        if threading.current_thread().name == SECOND:
+            return job
         told, key = self.checks.told, f"{job!r} {len(self.checks.told)}"
         told[key] = 0
 
@@ -671,7 +681,8 @@ async def act(task: Task, scopes: dict[int, anyio.CancelScope], number: int) -> 
             except Exception as error:
                 late = (TimeoutError,) if program.hangs else ()
                 checks.raised(kind.__name__, error, *KINDS[kind][1], *NEVER, *late)
-        scopes.pop(number, None)
+            finally:
+                scopes.pop(number, None)
         await task.pause()
 
 
@@ -683,6 +694,58 @@ async def cancels(rng: random.Random, scopes: dict[int, anyio.CancelScope]) -> N
             await anyio.sleep(0)
         if scopes and rng.random() < 0.5:
             scopes[rng.choice(sorted(scopes))].cancel()
+
+
+async def acts(program: Program, checks: Checks, rng: random.Random, *more: Any) -> None:
+    """Run tasks, and others that cancel them or do more, until the tasks have ended."""
+    assert checks.pool is not None
+    common, scopes = list[tuple[Buffer, float, Any]](), dict[int, anyio.CancelScope]()
+    async with anyio.create_task_group() as others:
+        others.start_soon(cancels, random.Random(rng.random()), scopes)
+        async with anyio.create_task_group() as tasks:
+            for number in range(program.tasks):
+                task = Task(checks.pool, random.Random(rng.random()), program, checks, common)
+                tasks.start_soon(act, task, scopes, number, name=f"task {number}")
+            for each in more:
+                tasks.start_soon(each)
+        others.cancel_scope.cancel()
+    for buffer, _, _ in common:
+        buffer.close()
+
+
+async def beside(program: Program, checks: Checks, seed: float) -> None:
+    """Run tasks in a second loop on a thread of its own, until it has closed."""
+    clock, rng, go = checks.clock, random.Random(seed), threading.Event()
+
+    async def hold(sms: int) -> None:
+        assert checks.pool is not None
+        async with checks.pool.partition(sms) as p:
+            p.launch(CONFIG, spin, 100_000)
+            await asyncio.sleep(PATIENCE)
+
+    async def leave() -> None:
+        for _ in range(rng.randint(1, 4)):
+            held.append(asyncio.ensure_future(hold(rng.choice([8, 8, 16]))))
+        await asyncio.sleep(rng.expovariate(2_000))
+
+    def loop() -> None:
+        second = clock.new_event_loop()
+        second.set_exception_handler(lambda *_: None)
+        main = acts(program, checks, rng) if program.second_loop == "ends" else leave()
+        second.run_until_complete(main)
+        go.wait()  # no real time decides when it closes
+        second.close()
+        held.clear()
+
+    held, before = list[asyncio.Future[None]](), set(clock._participants)
+    thread = threading.Thread(target=loop, name=SECOND, daemon=True)
+    thread.start()
+    while not (began := set(clock._participants) - before):
+        pass
+    while began & set(clock._participants):  # noqa: ASYNC110  it leaves them without an event
+        await anyio.sleep(0.001)
+    go.set()
+    thread.join()
 
 
 async def run_program(program: Program, checks: Checks) -> None:
@@ -710,18 +773,12 @@ async def run_program(program: Program, checks: Checks) -> None:
         await anyio.sleep(seconds)
         await close()
 
-    common, scopes = list[tuple[Buffer, float, Any]](), dict[int, anyio.CancelScope]()
-    async with anyio.create_task_group() as others:
-        others.start_soon(cancels, random.Random(rng.random()), scopes)
-        async with anyio.create_task_group() as tasks:
-            for number in range(program.tasks):
-                task = Task(pool, random.Random(rng.random()), program, checks, common)
-                tasks.start_soon(act, task, scopes, number, name=f"task {number}")
-            if program.closes_after is not None:
-                tasks.start_soon(close_later, program.closes_after)
-        others.cancel_scope.cancel()
-    for buffer, _, _ in common:
-        buffer.close()
+    more: list[Callable[[], Awaitable[None]]] = []
+    if program.closes_after is not None:
+        more.append(partial(close_later, program.closes_after))
+    if program.second_loop != "none":
+        more.append(partial(beside, program, checks, rng.random()))
+    await acts(program, checks, rng, *more)
     if report is None:
         await close()
     await anyio.sleep(1)  # what is told in a next turn
@@ -784,8 +841,9 @@ def main(arguments: list[str]) -> int:
         if checks.wrong:
             wrong.append(seed)
             print(*checks.wrong[:1], f"python -m tests.faults.schedules --seed {seed}", sep="\n")
-            sys.stdout.flush()
         seed += 1
+        if checks.wrong or not seed % 1000:
+            print(f"seed {seed}: {steps} steps, {len(wrong)} wrong", flush=True)
     rate = steps / (time.monotonic() - began)
     print(", ".join(f"{number} {kind}" for kind, number in kinds.most_common()))
     print(

@@ -12,6 +12,7 @@ from faults import schedules
 from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash, Fail, Slow
+from greensched.execution.threads import WorkerThread
 from greensched.kernels import fill, spin
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -113,3 +114,39 @@ def test_what_waits_for_a_thread_is_not_submitted_behind_a_fault() -> None:
 
     clock.run(main)
     driver.close()
+
+
+@pytest.mark.fault("S4")
+def test_a_dismissed_thread_ends_behind_later_work() -> None:
+    """An item that was submitted behind the end of a thread runs, and no thread is left."""
+    clock, ran = simulated.VirtualClock(), list[int]()
+    driver = simulated.open("h20", clock=clock)
+    thread = WorkerThread(driver, "greensched test", relaxed=False)
+
+    async def main() -> None:
+        thread.submit(lambda: ran.append(1))
+        thread.dismiss()
+        thread.submit(lambda: ran.append(2))
+        await anyio.sleep(1)
+
+    clock.run(main)
+    assert sorted(ran) == [1, 2]
+    assert clock._participants == []
+
+
+def test_an_opening_that_fails_behind_a_cancellation_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The cancelled caller does not get the error, so the log says what failed."""
+    clock = simulated.VirtualClock()
+    driver = simulated.open("h20", clock=clock, faults=[Fail("create_green", 5, "DEINITIALIZED")])
+
+    async def main() -> None:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with Pool(driver=driver):
+                raise AssertionError("it was cancelled")
+
+    with caplog.at_level("WARNING", "greensched"):
+        clock.run(main)
+    assert "DEINITIALIZED" in caplog.text

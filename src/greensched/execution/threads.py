@@ -48,6 +48,7 @@ class WorkerThread:
         self._lock = threading.Lock()
         #: Receives items once the thread has started.
         self.mailbox: Mailbox[Item | _Stop] | None = None
+        self._is_dismissed = False
 
     def submit(self, item: Item) -> None:
         """Run an item after earlier ones. Never waits. Items catch their own exceptions.
@@ -59,6 +60,8 @@ class WorkerThread:
         if mailbox is None:
             mailbox = self._start()
         mailbox.put(item)
+        if self._is_dismissed:  # an item of before has an item behind it: the thread ends again
+            self.dismiss()
 
     def submit_if_running(self, item: Item) -> None:
         """Submit an item if the thread is running; otherwise do nothing."""
@@ -86,7 +89,8 @@ class WorkerThread:
             ended.get()
 
     def dismiss(self) -> None:
-        """End the thread after its submitted items, without waiting for it."""
+        """End the thread after its submitted items, and later ones, without waiting for it."""
+        self._is_dismissed = True
         mailbox, self.mailbox = self.mailbox, None
         if mailbox is not None:
             mailbox.put(_Stop(self._driver.create_mailbox()))
@@ -100,7 +104,8 @@ class WorkerThread:
             return self.mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        if self._relaxed:
+        context = self._context
+        if self._relaxed and not (context is not None and context.health.is_over):
             with suppress(CUDAError):
                 self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:

@@ -227,17 +227,14 @@ class WorkerCalls:
             return False
 
     def _has_no_work(self, stream: TicketedStream) -> bool:
-        """Query a stream, after dropping a capture that was left open on it.
-
-        A query that fails without a loss of the device proves nothing: False.
-        """
+        """Query a stream, again after dropping a capture that was left open on it."""
         try:
             return self._driver.query_stream(stream.stream.handle)
         except CUDAError as error:
             if error.status not in PASSING_STATUSES:
                 raise
             drop_capture(self._driver, stream)
-            return False
+            return self._driver.query_stream(stream.stream.handle)
 
 
 def job_failed(job: Job[Any], error: BaseException, health: DeviceHealth) -> None:

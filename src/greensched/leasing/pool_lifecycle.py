@@ -211,6 +211,8 @@ class PoolLifecycle:
                 device_pool.abandon()
             process.release_devices(driver, claimed)
             first = self.opening_error = first_error(error)
+            if self._closing is not None:  # its caller was cancelled, and does not get the error
+                logger.warning("a pool that closes as it opens could not be opened: %s", first)
             with self.lock:  # the next open() starts anew; the server says why this one failed
                 self._opening = self._manager = None
             manager.builder.thread.dismiss()
