@@ -25,6 +25,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("simulated GPUs alone")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GREENSCHED_DRIVER", "simulated:h200")  # what its processes inherit
+        patched.setenv("RAY_metrics_report_interval_ms", "1000")
         with bench.cluster((2, 1, 1)) as made:
             yield made
 

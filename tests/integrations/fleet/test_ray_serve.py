@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from greensched import Pool
 from greensched.driver import simulated
@@ -196,5 +197,29 @@ def test_a_policy_sees_sms(example: ModuleType, address: str) -> None:
                 assert found == {"sms": 1.0, "waiting": 1.0, "sms_in_demand": 1.5}
                 waiting.cancel()
             await replica.check_health()
+
+    asyncio.run(main())
+
+
+def test_rays_metrics_have_the_pool(example: ModuleType, address: str) -> None:
+    """What a replica exports by ray.util.metrics is at the port that Prometheus reads."""
+    serve.run(slow_replica(num_replicas=1).bind(small_pool))
+    ports = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
+
+    async def main() -> None:
+        async with httpx.AsyncClient(timeout=30) as client, asyncio.timeout(REPLACED):
+            assert (await client.get(address)).status_code == 200
+            wanted = {"sms_total": 2.0 * ONE, "sms_leased": 0.0, "granted_total": 1.0}
+            found: dict[str, dict[str, float]] = {}  # by pool: earlier replicas' stay
+            while wanted not in found.values():
+                await asyncio.sleep(0.2)
+                pages = [await client.get(f"http://127.0.0.1:{port}/metrics") for port in ports]
+                families = [
+                    family for page in pages for family in text_string_to_metric_families(page.text)
+                ]
+                for sample in (sample for family in families for sample in family.samples):
+                    name = sample.name.removeprefix("ray_greensched_")
+                    if name in wanted:
+                        found.setdefault(sample.labels["pool"], {})[name] = sample.value
 
     asyncio.run(main())
