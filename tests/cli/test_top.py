@@ -63,6 +63,31 @@ def test_a_screen_is_as_wide_as_the_console(width: int, taken: Snapshot) -> None
     assert ("borrowed" in text) == (width >= 150)
 
 
+@pytest.mark.parametrize("width", [40, 80, 150])
+def test_a_long_name_leaves_the_figures_whole(width: int, taken: Snapshot) -> None:
+    """The name of a class is cut, and no figure beside it; leases of removed classes are shown."""
+    first, *_ = taken.services
+    long = replace(
+        first, name="a class with a very long name", granted=1, reserve=132, sms=132,
+        wait_p99=0.0156, use_p99=0.99, sm_time=1.0,
+    )  # fmt: skip
+    (line,) = [
+        line for line in drawn(replace(taken, services=(long,)), width=width).splitlines()
+        if line.startswith("A a ")
+    ]  # fmt: skip
+    assert line.count("…") == 1
+    assert {"132", "16ms", "990ms", "100%"} <= set(line.split("…")[1].split())
+
+
+def test_hung_cells_are_in_the_legend(taken: Snapshot) -> None:
+    """Where there are such; a screen without them has no word of them."""
+    (device,) = taken.devices
+    cells = (replace(device.cells[0], state="hung"), *device.cells[1:])
+    hung = replace(taken, devices=(replace(device, cells=cells),))
+    assert "× hung" in drawn(hung, width=200)  # noqa: RUF001  a cross
+    assert "hung" not in drawn(taken)
+
+
 def test_the_strip_shows_what_each_cell_does(taken: Snapshot) -> None:
     """Lent, leased, draining, kept and free cells differ without colours."""
     strip = drawn(taken).splitlines()[4]

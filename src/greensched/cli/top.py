@@ -30,6 +30,9 @@ COLOURS = (33, 166, 70, 162, 97, 37, 136, 203)
 FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·.", "hung": "×x"}  # noqa: RUF001  a hatch
 #: The width in columns from which the table of classes shows all its columns.
 WIDE = 150
+#: The width below which it shows its main columns alone.
+NARROW = 80
+MAIN = "\nSMs", "wait-\ning", "wait\np99", "use\np99", "SM\ntime"
 #: The most leases and events on the screen.
 MOST_LEASES, MOST_EVENTS = 5, 5
 OPEN = "open"
@@ -264,19 +267,24 @@ class _Pool:
         return name, self._fill["leased"], style
 
     def _legend(self) -> Text:
-        parts = [f"{self._fill[name]} {name}" for name in ("leased", "lent", "draining", "free")]
+        cells = [cell for device in self._found["devices"] for cell in device["cells"]]
+        hung = ["hung"] if any(cell["state"] == "hung" for cell in cells) else []
+        names = ("leased", "lent", "draining", *hung, "free")
+        parts = [f"{self._fill[name]} {name}" for name in names]
         return Text("  ".join([*parts, "small letter: free, kept for its class"]), "dim")
 
     # -- classes ---------------------------------------------------------------------------------
 
     def _label(self, name: str) -> Text:
         shown = _printable(name) or "no class"
-        return Text(f"{self._letters[name]} {shown}", self._styles[name])
+        letter, style = self._letters.get(name, "*"), self._styles.get(name, Style())
+        return Text(f"{letter} {shown}", style)  # a class may be removed while it holds leases
 
     def _classes(self) -> Table:
         padding = (0, 2 if self._is_wide else 1, 0, 0)
         table = Table(box=None, pad_edge=False, header_style="bold", padding=padding)
-        table.add_column("\nclass", overflow="ellipsis", no_wrap=True, max_width=24)
+        most = 24 if self._is_wide else 16 if self._width >= NARROW else 8
+        table.add_column("\nclass", overflow="ellipsis", no_wrap=True, max_width=most)
         columns: list[tuple[str, Callable[[Found], object]]] = [
             ("\nreserve", lambda one: one["reserve"]),
             ("\nSMs", lambda one: one["sms"]),
@@ -290,6 +298,8 @@ class _Pool:
             ("SM\ntime", self._sm_time),
             ("\ndue", lambda one: _part(one["share"])),
         ]
+        if self._width < NARROW:
+            columns = [one for one in columns if one[0] in MAIN]
         if self._is_wide:
             columns += [
                 ("drain\np99", lambda one: _seconds(one["drain_p99"])),
