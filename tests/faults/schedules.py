@@ -69,8 +69,10 @@ LONGEST, HANG_AFTER, PATIENCE, PATIENCE_WITH_HANG = 0.010, 0.1, 600.0, 0.5
 #: Statuses of a failed call, by what they mean for the pool.
 MILD = ("INVALID_VALUE", "OUT_OF_MEMORY", "INVALID_RESOURCE_CONFIGURATION", "INVALID_CONTEXT")
 #: Calls that the library makes under a lock of its threads, which virtual time does not know of.
-#: Driver calls that a thread of the library makes for one item at most, once it has begun.
-CALLS_OF_AN_ITEM = 12
+#: Driver calls that a thread of the library makes for one item at most, once it has begun: most to
+#: make an executor. And those of them that put work on a stream, of which an item has one.
+CALLS_OF_AN_ITEM = 100
+WORK = ("launch", "launch_graph", "copy", "copy_to_device", "copy_to_host", "copy_peer")
 UNDER_A_LOCK = ("load_code", "get_kernel")
 Backend = Literal["asyncio", "trio"]
 #: The name of the thread of a second loop.
@@ -297,7 +299,8 @@ class Checks:
         self._spans: list[Span] = []
         #: Of each job, how often its done callback was called.
         self.told: dict[object, int] = {}
-        self._calls_at_loss: int | None = None
+        #: The most driver calls that may be made, and of work, since the device is lost.
+        self._most_calls: tuple[int, int] | None = None
 
     def broken(self, what: str) -> None:
         """Note that a rule does not hold."""
@@ -318,11 +321,14 @@ class Checks:
             self._check_cells(manager.scheduler.allocator)
         finally:
             manager.lock.release()
-        if self._calls_at_loss is None and pool.fault is not None:
-            self._calls_at_loss = self._calls() + CALLS_OF_AN_ITEM * self.clock.threads_in_calls()
+        if self._most_calls is None and pool.fault is not None:
+            (calls, work), busy = self._calls(), self.clock.threads_in_calls()
+            self._most_calls = calls + CALLS_OF_AN_ITEM * busy, work + busy
 
-    def _calls(self) -> int:
-        return self.driver.script.calls.total()
+    def _calls(self) -> tuple[int, int]:
+        calls = self.driver.script.calls
+        modes = calls["exchange_capture_mode"]  # of a thread that starts: no device is asked
+        return calls.total() - modes, sum(calls[name] for name in WORK)
 
     def _check_cells(self, allocator: Any) -> None:
         """Each cell is free or of one grant; shared grants have all, beside none of others."""
@@ -394,10 +400,10 @@ class Checks:
         if s.waiting or s.requested != s.granted + s.cancelled + s.expired:
             self.broken(f"counts of requests: {s}")
         lost = pool.fault is not None
-        if lost and self._calls_at_loss is not None:
-            more = self._calls() - self._calls_at_loss
-            if more > 0:
-                self.broken(f"{more} driver calls behind the loss of the device")
+        if lost and self._most_calls is not None:
+            for made, most in zip(self._calls(), self._most_calls, strict=True):
+                if made > most:
+                    self.broken(f"{made - most} driver calls too many since the device is lost")
         if lost or report.abandoned or program.faults:
             return
         if pool.state is not PoolState.CLOSED:

@@ -104,8 +104,7 @@ class WorkerThread:
             return self.mailbox
 
     def _run(self, mailbox: Mailbox[Any]) -> None:
-        context = self._context
-        if self._relaxed and not (context is not None and context.health.is_over):
+        if self._relaxed:
             with suppress(CUDAError):
                 self._driver.exchange_capture_mode(CaptureMode.RELAXED)
         while True:
