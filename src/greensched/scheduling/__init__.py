@@ -1,5 +1,5 @@
 """Decide which request is granted which SMs, and when.
 
-Pure and synchronous: no clock, no event loop, no thread, no driver. The same objects run under the
-pool, under the property tests and in the capacity planner.
+Pure and synchronous: no clock, no event loop, no thread, no driver. The pool, the property tests
+and the capacity planner use the same objects.
 """

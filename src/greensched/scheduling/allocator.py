@@ -1,4 +1,4 @@
-"""The cells of a pool's devices: which are free, what holds the others, and what may have them."""
+"""The cells of a pool's devices: which are free, which grants hold the others, and the limits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from greensched.scheduling.reservations import expected_times, place_reserves
 from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
 from greensched.scheduling.split_controller import SplitController
 
-#: Which device first, where there are several. Spread: the one with the most free SMs, so that
-#: neighbours share as little of a device's memory bandwidth as possible. Pack: the one with the
-#: fewest, so that the others stay free for large requests.
+#: Which device to try first. Spread: the device with the most free SMs, so that leases share as
+#: little of a device's memory bandwidth as possible. Pack: the device with the fewest, so that the
+#: others stay free for large requests.
 Placement = Literal["spread", "pack"]
 
 
@@ -27,10 +27,10 @@ class SMAllocator:
     """Counts cells and SMs, by device and by class.
 
     Args:
-        devices: the cells of each device.
-        is_made: whether (device, cells) has an executor.
-        services: the classes.
-        placement: which device first.
+        devices: The cells of each device.
+        is_made: Whether (device, cells) has an executor.
+        services: The classes.
+        placement: Which device to try first.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class SMAllocator:
         self.is_made = is_made
         self.placement: Placement = placement
         self.free_masks = [cells.full_mask for cells in self.devices]
-        #: How many SMs those have.
+        #: The number of free SMs on each device.
         self.free_sms = [cells.total for cells in self.devices]
-        #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
+        #: Sets of cells with an executor, by device and number of cells. The pool updates it.
         self.ready_masks: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
         #: Grants whose cells are not free yet, by device.
         self.grants: list[dict[Grant, None]] = [{} for _ in self.devices]
-        #: The shared ones among them, and how many grants no shared one may be beside.
+        #: The shared grants among them, and the number of grants that exclude shared ones.
         self.shared_grants: list[dict[Grant, None]] = [{} for _ in self.devices]
         self.exclusive = [0 for _ in self.devices]
         self.split_controller = SplitController()
         self.virtual_time = VirtualTime()
         self.total = sum(cells.total for cells in self.devices)
-        #: Leases are timed, for the histograms of their classes.
+        #: Whether leases are timed, for the histograms of their classes.
         self.is_timed = False
-        #: Told of a grant whose cells have changed, and the mask and the SMs that it had. Called
-        #: inside a decision.
+        #: Called inside a decision with a grant whose cells have changed, and its earlier mask and
+        #: SMs.
         self.on_resize: Callable[[Grant, int, int, float | None], object] | None = None
         self.classes: dict[str, ClassState] = {"": ClassState(DEFAULT_CLASS)}
         self.set_rules(services)
@@ -67,11 +67,11 @@ class SMAllocator:
     def set_rules(self, services: Iterable[ServiceClass]) -> None:
         """Apply other classes. Leases end under the rules they began under.
 
-        A class that is not among them has no reserve and no cap any more, and is forgotten once no
-        request of it waits and it holds nothing.
+        A class that is not in `services` no longer has a reserve or a cap. It is forgotten once it
+        has no queued request and no grant.
 
         Raises:
-            InvalidRequest: the reserves do not fit on the devices; nothing has changed.
+            InvalidRequest: The reserves do not fit on the devices; nothing has changed.
         """
         rules = {service.name: service for service in services}
         classes = {"": self.classes[""]}
@@ -96,11 +96,11 @@ class SMAllocator:
             state.account()
         for device, of_device in enumerate(reservations):
             of_device.take_over(x for x in self.grants[device] if not x.is_shared)
-        #: There are classes, so leases must be accounted for.
+        #: Whether there are classes, so that leases must be accounted for.
         self.is_classed = len(classes) > 1
-        #: There are shared grants, or may be.
+        #: Whether there are shared grants, or may be.
         self.may_share = any(state.shared for state in classes.values()) or any(self.shared_grants)
-        #: A class is limited in some way, so limits must be looked at.
+        #: Whether any class is limited, so that limits must be checked.
         self.is_limited = any(
             state.rules.reserve or state.cap < self.total or state.quota
             for state in classes.values()
@@ -111,7 +111,7 @@ class SMAllocator:
     def order(
         self, request: Request, devices: Sequence[int], suspended: Iterable[Grant] = ()
     ) -> Sequence[int]:
-        """Return the devices to try for a request, in this order; cells of `suspended` are free."""
+        """Return the devices to try for a request, in order; cells of `suspended` count as free."""
         if len(devices) < 2:
             return devices
         if self.may_share:
@@ -126,19 +126,19 @@ class SMAllocator:
         return sorted(devices, key=free.__getitem__, reverse=self.placement == "spread")
 
     def most_free(self) -> int:
-        """Return the SMs that are free on the device with the most."""
+        """Return the most free SMs on any device."""
         return max(self.free_sms)
 
     def find(self, request: Request, device: int, limit: int | None = None) -> tuple[int, ...]:
         """Return the free cells to grant, within the limits of the class.
 
         Args:
-            request: what is wanted.
-            device: where.
-            limit: the most cells; None: only the limits of the class count.
+            request: The request.
+            device: The index of the device.
+            limit: The most cells. None: only the class's limits apply.
 
         Returns:
-            One set for each part; empty: they do not fit.
+            One set for each part; empty if they do not fit.
         """
         cells, free, parts = self.devices[device], self.free_masks[device], request.target
         ready, state = self.ready_masks[device], request.class_state
@@ -153,12 +153,12 @@ class SMAllocator:
         if size.most > left:
             size = SizeRange(size.least, max(size.least, left))
         needed = -(-size.least // cells.size)
-        if needed > least:  # the remainder may do alone
+        if needed > least:  # the remainder alone may suffice
             if not cells.is_helped(free, size.least):
                 return ()
             most = least
         elif reservations.owners and size.most < (needed + 1) * cells.size and not state.sizes:
-            # Owners in their own block, others outside all blocks, where that suffices.
+            # Owners use their own block, others the cells outside all blocks, if that suffices.
             among = free & reservations.blocks.get(state, reservations.beside)
             if among.bit_count() < needed and size.most <= needed * cells.size:
                 among = self.visible(state, device, most) & cells.cell_mask
@@ -167,7 +167,7 @@ class SMAllocator:
         return self._find_one(state, device, size, most, left)
 
     def _limits(self, request: Request, device: int, limit: int | None) -> tuple[int, int, int]:
-        """Return how many free cells a grant may keep to its end, and have, and its most SMs."""
+        """Return the cells a grant may keep to its end, the cells it may have, and its most SMs."""
         cells, state = self.devices[device], request.class_state
         least = most = cells.cell_count(self.free_masks[device])
         if self.reservations[device].owners:
@@ -180,11 +180,11 @@ class SMAllocator:
         return least, most, left
 
     def find_made(self, request: Request, device: int, limit: int | None, *, is_aged: bool) -> int:
-        """Return free cells with an executor for an elastic request; 0: there are none.
+        """Return free cells with an executor for an elastic request, or 0.
 
-        The largest set that the request should have, else the smallest above, else, for a request
-        that has aged, the largest below. On some drivers an executor is made only once the device
-        is idle, which a busy one never is, so a request does not wait for one.
+        This is the largest set that the request should have; otherwise the smallest larger set; and
+        otherwise, for an aged request, the largest smaller set. A request does not wait for a new
+        executor, because some drivers make one only on an idle device, and a busy one may never be.
         """
         cells, free = self.devices[device], self.free_masks[device]
         (asked,), (target,) = request.parts, request.target
@@ -213,7 +213,7 @@ class SMAllocator:
     def _find_one(
         self, state: ClassState, device: int, size: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
-        """Fit one part in at most so many cells, and so many SMs."""
+        """Fit one part into at most so many cells and SMs."""
         cells, free = self.devices[device], self.free_masks[device]
         visible = self.visible(state, device, most)
         mask = self._fit(state, device, visible, size, free, most)
@@ -232,15 +232,15 @@ class SMAllocator:
         reachable: int,
         count: int,
     ) -> int:
-        """Return the cells for one part; of a class with sizes the largest possible, at home.
+        """Return the cells for one part. A class with sizes gets the largest possible, at home.
 
         Args:
-            state: the class.
-            device: where.
-            among: the cells to choose from, where the class has no home among the reachable ones.
-            size: the SMs; between two sizes of the class, the next larger one.
-            reachable: every cell that it may have.
-            count: how many cells it may have.
+            state: The class.
+            device: The index of the device.
+            among: The cells to choose from if the class has no reachable home cells.
+            size: The SMs. Between two sizes of the class, the larger one is used.
+            reachable: Every cell that the part may have.
+            count: How many cells the part may have.
         """
         cells, ready = self.devices[device], self.ready_masks[device]
         if not state.sizes:
@@ -258,11 +258,11 @@ class SMAllocator:
         return 0
 
     def homes(self, state: ClassState, device: int) -> HomeMasks:
-        """Return the home cells of a class, by size; none of a class without sizes."""
+        """Return the home cells of a class by size; empty for a class without sizes."""
         return self.reservations[device].homes.get(state, {})
 
     def visible(self, state: ClassState, device: int, count: int) -> int:
-        """Return so many of the free cells, and the remainder; reserves of other classes last."""
+        """Return so many free cells, and the remainder. Other classes' reserves come last."""
         free, cells = self.free_masks[device], self.devices[device]
         reservations = self.reservations[device]
         left = free & cells.cell_mask
@@ -280,7 +280,7 @@ class SMAllocator:
     # -- what is possible ------------------------------------------------------------------------
 
     def reachable(self, request: Request, device: int, without: int = 0) -> int:
-        """Return the cells of which a request could be granted if only `without` were held."""
+        """Return the cells that a request could be granted if only `without` were held."""
         cells = self.devices[device]
         most = cells.full_mask & ~without
         if not self.is_limited:
@@ -291,7 +291,7 @@ class SMAllocator:
         return lowest(most & cells.cell_mask, count) | (most & cells.remainder_mask)
 
     def can_ever_fit(self, request: Request, device: int, without: int = 0) -> bool:
-        """Return whether it could be granted on a device if only `without` were held."""
+        """Say whether a request could be granted on a device if only `without` were held."""
         cells, reachable = self.devices[device], self.reachable(request, device, without)
         if not self.is_limited:
             return bool(cells.fit_all(reachable, request.parts))
@@ -300,13 +300,13 @@ class SMAllocator:
         if is_single and 0 < part.least <= cells.cell_count(reachable) * cells.size:
             return True
         masks = cells.fit_all(reachable, request.parts)
-        # Elastic parts take what there is: only the least of them must be possible.
+        # Elastic parts take what there is, so only their least sizes must be possible.
         least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
         masks = masks and cells.fit_all(reachable, least)
         return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
 
     def needs_loan(self, request: Request) -> bool:
-        """Return whether it may fit only on cells borrowed from reserves, once all leases ended."""
+        """Say whether a request may fit only with borrowed cells, even after every lease ends."""
         state, (part, *more) = request.class_state, request.parts
         for device in request.devices:
             cells, owners = self.devices[device], self.reservations[device].owners
@@ -317,7 +317,7 @@ class SMAllocator:
         return True
 
     def _known_length(self, request: Request, device: int) -> float:
-        """Return the seconds until its lease ends, by which it borrows; infinite: not known."""
+        """Return the seconds until its lease ends, for borrowing; infinite if unknown."""
         owners = self.reservations[device].owners
         return (expected_times(request, request.fewest)[0] or math.inf) if owners else 0.0
 
@@ -332,24 +332,24 @@ class SMAllocator:
         return count
 
     def most_now(self, request: Request, device: int, grant: Grant | None) -> int:
-        """Return the most SMs it can have while other grants of its class keep what they have.
+        """Return the most SMs for a request while other grants of its class keep theirs.
 
         Args:
-            request: what it is for.
-            device: where.
-            grant: what it has there already.
+            request: The request.
+            device: The index of the device.
+            grant: The grant that the request already has there, or None.
         """
         cells, most, state = self.devices[device], request.parts[0].most, request.class_state
         if not self.is_limited:
             return min(most, cells.total)
-        # What is beyond its least is given back before its end.
+        # SMs beyond its least are given back before its end.
         length = 0.0 if request.duration is None else self._known_length(request, device)
         count = self._reachable_cells(request, device, length)
         most = min(most, count * cells.size + cells.remainder)
         return min(most, state.cap - state.sms + (grant.sms if grant else 0))
 
     def most_ever(self, request: Request) -> int:
-        """Return the most SMs that it could ever be granted as one partition."""
+        """Return the most SMs that a request could ever be granted as one partition."""
         if not self.is_limited:
             return max(self.devices[d].total for d in request.devices)
         most = 0
@@ -362,7 +362,7 @@ class SMAllocator:
         return most
 
     def nearest(self, request: Request) -> tuple[int, ...]:
-        """Return the sizes nearest to those of a request that could ever be granted together."""
+        """Return the sizes nearest to a request's that could ever be granted together."""
         found = [
             self.devices[d].nearest(self.reachable(request, d), request.parts)
             for d in request.devices
@@ -383,7 +383,7 @@ class SMAllocator:
             self.resize(grant, mask, now)
             if self.is_classed or request.duration is not None:
                 self._charge(grant, now)
-            # As `granted` counts; a wait of 0 is counted by what `granted` has beside the others.
+            # As `granted` counts; waits of 0 are the difference between `granted` and the rest.
             if self.is_timed and now > request.arrived and (self.is_classed or not grants):
                 request.class_state.wait.add(now - request.arrived)
             self.grants[device][grant] = None
@@ -391,7 +391,7 @@ class SMAllocator:
         return tuple(grants)
 
     def free(self, grant: Grant, now: float) -> None:
-        """Free the cells of a grant; `mask` and `sms` say what it had."""
+        """Free the cells of a grant. Its `mask` and `sms` keep what it had."""
         mask, sms = grant.mask, grant.sms
         del self.grants[grant.device][grant]
         self.exclusive[grant.device] -= grant.is_exclusive
@@ -403,13 +403,13 @@ class SMAllocator:
         grant.mask, grant.sms = mask, sms
 
     def resize(self, grant: Grant, mask: int, now: float | None = None) -> None:
-        """Give a grant other cells, and account for them: no other method moves cells.
+        """Give a grant other cells, and account for them. No other method moves cells.
 
         Args:
-            grant: the grant, with its present cells or none.
-            mask: the cells it has from now on, its own or free ones; a mask of
-                `DeviceCells.shared_mask`; 0: none.
-            now: when the grant begins or ends, in seconds; None: it does neither.
+            grant: The grant, with its present cells or none.
+            mask: The cells that it has from now on, its own or free ones; or a mask from
+                `DeviceCells.shared_mask`; or 0.
+            now: The time in seconds at which the grant begins or ends. None: it does neither.
         """
         device, state = grant.device, grant.class_state
         cells, reservations = self.devices[device], self.reservations[device]
@@ -433,8 +433,8 @@ class SMAllocator:
             all_cells, is_elastic = cells.cell_mask, grant.request.is_elastic
             before, after = (held & all_cells).bit_count(), (wanted & all_cells).bit_count()
             if after > before:
-                kept = after  # of an elastic grant, only the least is kept to its end
-                if held:  # it can do without what it takes up at a checkpoint
+                kept = after  # an elastic grant keeps only its least to its end
+                if held:  # it does not need the cells that it takes up at a checkpoint
                     kept = 0
                 elif is_elastic and not was_shared:
                     kept = min(after, cells.cells_for(grant.request.parts[0].least))
@@ -452,20 +452,20 @@ class SMAllocator:
     ) -> tuple[int, int]:
         """Choose the cells that a grant should have at a checkpoint. Pure.
 
-        A grant with more than `most` SMs gives cells back, one with fewer takes free ones that its
-        class may have, and a shared one chooses among those. Of the sets with an executor, the
-        largest of at most `most` SMs is best, else the smallest above. A set without an executor is
-        never chosen: on some drivers, making one waits until the device is idle, which a busy one
-        never is.
+        A grant with more than `most` SMs gives cells back, one with fewer takes free cells that its
+        class may have, and a shared one chooses from the latter. Of the sets with an executor, the
+        largest with at most `most` SMs is best, otherwise the smallest larger one. A set without an
+        executor is never chosen, because some drivers make one only on an idle device, and a busy
+        one may never be.
 
         Args:
-            grant: the grant at its checkpoint.
-            least: SMs that it needs.
-            most: SMs that it should have at most.
-            prefer: the cells to choose where they are as good as any.
+            grant: The grant at its checkpoint.
+            least: The SMs that it needs.
+            most: The most SMs that it should have.
+            prefer: The cells to choose if they are as good as any.
 
         Returns:
-            The best set with an executor, its own included, or 0; a better one without, or 0.
+            The best set with an executor, maybe its own, or 0; and a better set without one, or 0.
         """
         device, cells = grant.device, self.devices[grant.device]
         choices = self._choices(grant, least, most)
@@ -478,7 +478,7 @@ class SMAllocator:
         ]
         ideals = [mask for mask in ideals if choices.allow(cells, mask, least)]
         made = [mask for mask in ideals if self.is_made(device, mask)]
-        if made and choices.gives_back:  # the preferred set leaves the reserves of others free
+        if made and choices.gives_back:  # the preferred set leaves others' reserves free
             return made[0], 0
         found = [*made]
         if choices.sets and (cells.joins or not made):  # a joined remainder may fit better
@@ -499,7 +499,7 @@ class SMAllocator:
         return best, missing[0] if missing else 0
 
     def _choices(self, grant: Grant, least: int, most: int) -> _Choices:
-        """Return what a grant may choose its cells from."""
+        """Return the cells from which a grant may choose."""
         device, state, request = grant.device, grant.class_state, grant.request
         cells, reservations = self.devices[device], self.reservations[device]
         free = self.free_masks[device]
@@ -520,11 +520,11 @@ class SMAllocator:
         most = min(most, left)
         if count < cells.count:
             most = min(most, count * cells.size + cells.remainder)
-        # With the remainder, fewer cells may be more SMs.
+        # With the remainder, fewer cells may have more SMs.
         if count < held or most <= grant.sms or (count == held and not cells.joins):
             return _Choices((), 0, 0, grant.sms, grant.sms)
         sets = (grant.mask | self.visible(state, device, count - held),)
-        # A remainder that has its least is kept, unless there are cells that it may keep as long.
+        # A remainder that contains its least is kept, unless other cells may be kept as long.
         base = grant.mask & cells.remainder_mask
         if held + room[0] >= cells.cells_for(least):
             base = 0
@@ -542,7 +542,7 @@ class SMAllocator:
             self.virtual_time.charge(grant, seconds)
 
     def _time(self, grant: Grant, now: float) -> None:
-        """Count how long a lease lasted whose grant is over, and how long it drained."""
+        """Record how long the lease of an ended grant lasted, and how long it drained."""
         state = grant.class_state
         if grant.short_uses:
             self.count_short_uses(grant)
@@ -551,7 +551,7 @@ class SMAllocator:
         if not grant.is_suspended:
             ended = grant.released or now
             state.use.add(ended - grant.began)
-            if ended < now:  # else it is counted by what `use` has beside the others
+            if ended < now:  # otherwise it counts as the difference between `use` and the rest
                 state.drain.add(now - ended)
 
     def count_short_uses(self, grant: Grant) -> None:
@@ -561,7 +561,7 @@ class SMAllocator:
         grant.short_uses, grant.short_s = 0, 0.0
 
     def unsettled_sm_time(self, grant: Grant, now: float, *, is_suspended: bool) -> float:
-        """Return the SM-seconds of a grant that `sm_time` of its class lacks."""
+        """Return the SM-seconds of a grant that its class's `sm_time` does not include yet."""
         if self.is_classed:
             return 0.0 if grant.is_settled else grant.used + grant.sms * (now - grant.since)
         used = grant.reused_s * grant.sms
@@ -577,7 +577,7 @@ class SMAllocator:
         seconds = now - grant.began
         expected = None if request.duration is None else request.seconds(grant.sms)
         state.record_lease(seconds, now - grant.since, expected)
-        if grant.used:  # it came to checkpoints, which recorded its pieces
+        if grant.used:  # it reached checkpoints, which recorded its pieces
             return
         request.learn(grant.sms, seconds)
         if state.latency is not None and not state.reports_latency:
@@ -589,13 +589,13 @@ class SMAllocator:
     def charge_piece(
         self, grant: Grant, now: float, duration: Duration | None, within: float | None
     ) -> None:
-        """Account for what a grant did up to a checkpoint.
+        """Account for the SM-time of a grant up to a checkpoint.
 
         Args:
-            grant: the grant.
-            now: seconds.
-            duration: what it is expected to take to the next checkpoint; None: not known.
-            within: seconds in which that should be done; None: the latency of its class.
+            grant: The grant.
+            now: The time in seconds.
+            duration: The expected duration until the next checkpoint. None: unknown.
+            within: Seconds in which that should be done. None: the latency of its class.
         """
         state, request, seconds = grant.class_state, grant.request, now - grant.since
         state.record_interval(seconds)
@@ -609,12 +609,12 @@ class SMAllocator:
         self.virtual_time.charge_elapsed(grant, now)
 
     def suspend(self, grant: Grant, now: float) -> None:
-        """Account for a lease that has ended, whose grant is suspended; where there are classes."""
+        """Account for the end of a lease whose grant is suspended. Needed if there are classes."""
         self._settle(grant, now)
         grant.is_settled = True
 
     def resume(self, grant: Grant, now: float) -> None:
-        """Account for a lease that begins on a suspended grant; where there are classes."""
+        """Account for the start of a lease on a suspended grant. Needed if there are classes."""
         if self.is_limited:
             grant.class_state.heal(now)
         grant.request.arrived = now
@@ -622,13 +622,13 @@ class SMAllocator:
         grant.charged = grant.used = 0.0
         self._charge(grant, now)
 
-    # -- what is to be expected ------------------------------------------------------------------
+    # -- expectations ----------------------------------------------------------------------------
 
     def would_fit(self, request: Request, device: int, freed: Mapping[Grant, int]) -> bool:
-        """Return whether a request would fit on a device if grants had freed these cells.
+        """Say whether a request would fit on a device if grants had freed these cells.
 
-        Of an elastic request, the least that it should have. Cells that are kept for the reserves
-        of other classes are not for it.
+        An elastic request is checked with the least that it should have. Cells that are kept for
+        other classes' reserves do not count.
         """
         cells, free, parts = self.devices[device], self.free_masks[device], request.parts
         if request.is_elastic:
@@ -646,10 +646,10 @@ class SMAllocator:
         return sum(map(cells.cell_count, masks)) <= available
 
     def free_at(self, device: int, request: Request, now: float) -> float:
-        """Return when a request fits on a device if nothing else is granted there.
+        """Return when a request will fit on a device if nothing else is granted there.
 
-        As far as is known: a lease of unknown duration, or one that takes longer than was known,
-        may end at any moment.
+        This is as far as is known: a lease of unknown duration, or one that exceeds its known
+        duration, may end at any moment.
         """
         at, freed = now, dict[Grant, int]()
         if self.shared_grants[device] and not request.class_state.shared:
@@ -663,10 +663,10 @@ class SMAllocator:
         return at
 
     def running(self, now: float, priority: float) -> list[tuple[int, float]]:
-        """Return the SMs of each grant, and the seconds that it is expected to take from now on.
+        """Return the SMs of each grant, and the seconds that it is expected to last from now on.
 
-        Without those that take longer than was known, which may end at any moment, and without
-        elastic ones of a lower priority, which give way.
+        Leaves out grants that exceed their known duration, which may end at any moment, and elastic
+        grants of lower priority, which give way.
         """
         return [
             (one.sms, one.ends - now)
@@ -677,16 +677,16 @@ class SMAllocator:
 
 
 class _Choices(NamedTuple):
-    """What a grant may choose its cells from.
+    """The cells from which a grant may choose.
 
     Attributes:
-        sets: where to look for the ideal cells, the preferred set first; empty: nothing changes.
-        reachable: every cell that it may have.
-        cells: how many cells it may have.
-        most: SMs that it should have at most.
-        limit: SMs that it may have.
-        gives_back: whether it has more than it should.
-        base: cells that it must keep.
+        sets: Sets of cells to look for the ideal cells in, preferred one first. Empty: no change.
+        reachable: Every cell that the grant may have.
+        cells: How many cells it may have.
+        most: The most SMs that it should have.
+        limit: The most SMs that it may have.
+        gives_back: Whether it has more than it should.
+        base: Cells that it must keep.
     """
 
     sets: tuple[int, ...]
@@ -698,7 +698,7 @@ class _Choices(NamedTuple):
     base: int = 0
 
     def allow(self, device: DeviceCells, mask: int, least: int) -> bool:
-        """Return whether a grant that needs at least so many SMs may have a set of cells."""
+        """Say whether a grant that needs at least so many SMs may have a set of cells."""
         if not mask or mask & ~self.reachable or self.base & ~mask:
             return False
         if device.cell_count(mask) > self.cells:

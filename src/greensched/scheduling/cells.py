@@ -1,8 +1,8 @@
-"""Arithmetic of SM sets: which cells are granted for how many SMs.
+"""Arithmetic of sets of SMs: which cells are granted for how many SMs.
 
-A *cell* is the smallest group of SMs a device is cut into. All cells of a device come from one
-split, so they are disjoint by construction, and a set of cells is a bit mask. Bit `i < count` is a
-cell of `size` SMs; bit `count`, where `remainder` is not 0, is what the split left over.
+A *cell* is the smallest group of SMs into which a device is split. All cells of a device come from
+one split, so they are disjoint. A set of cells is a bit mask. Bit `i < count` is a cell of `size`
+SMs; bit `count`, if `remainder` is not 0, is the remainder of the split.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from greensched._validation import as_int
 from greensched.errors import InvalidRequest, InvalidSize
 from greensched.typing import ALL, REST, NamedSize
 
-#: The sets of cells that have an executor, by their number of cells, the preferred ones first.
+#: Sets of cells that have an executor, by their number of cells, preferred ones first.
 ReadyMasks = Mapping[int, Iterable[int]]
 NO_MASKS: ReadyMasks = {}
 
 
 class SizeRange(NamedTuple):
-    """The size of one part of a request: at least and at most so many SMs, or a named size."""
+    """The size of one part of a request: least and most SMs, or a named size."""
 
     least: int
     most: int
     named: NamedSize | None = None
 
     def __str__(self) -> str:
-        """Return the size as a caller writes it."""
+        """Return the size as a caller would write it."""
         if self.named is not None:
             return repr(self.named)
         if self.least == self.most:
@@ -42,7 +42,7 @@ def parse_size(size: object) -> SizeRange:
     """Parse one size.
 
     Raises:
-        InvalidSize: not a positive int, a pair of them in order, (least, ALL), ALL or REST.
+        InvalidSize: Not a positive int, an ordered pair of them, (least, ALL), ALL or REST.
     """
     if isinstance(size, NamedSize):
         return SizeRange(0, 0, size)
@@ -54,11 +54,11 @@ def parse_size(size: object) -> SizeRange:
 
 
 def parse_sizes(sizes: tuple[object, ...]) -> tuple[SizeRange, ...]:
-    """Parse the sizes of one joint request.
+    """Parse the sizes of a request for several parts.
 
     Raises:
-        InvalidSize: as `parse_size`.
-        InvalidRequest: sizes that cannot stand in one request.
+        InvalidSize: As for `parse_size`.
+        InvalidRequest: The sizes cannot be combined in one request.
     """
     parts = tuple(parse_size(size) for size in sizes)
     if not parts:
@@ -77,27 +77,27 @@ class DeviceCells:
 
     Attributes:
         size: SMs of each cell.
-        count: how many cells.
-        remainder: SMs left over by the split; 0: none.
-        joins: whether the remainder may be in one partition with cells.
+        count: The number of cells.
+        remainder: SMs left over by the split, or 0.
+        joins: Whether the remainder can be combined with cells in one partition.
     """
 
     size: int
     count: int
     remainder: int = 0
     joins: bool = False
-    #: Every cell, without the remainder.
+    #: All cells, without the remainder.
     cell_mask: int = field(init=False, compare=False, repr=False)
-    #: The remainder's bit, or 0.
+    #: The bit of the remainder, or 0.
     remainder_mask: int = field(init=False, compare=False, repr=False)
-    #: Every cell and the remainder: as a partition, the whole device without a split.
+    #: All cells and the remainder, which as a partition is the whole device, unsplit.
     full_mask: int = field(init=False, compare=False, repr=False)
-    #: All SMs.
+    #: The number of all SMs.
     total: int = field(init=False, compare=False, repr=False)
     _blocks: dict[int, tuple[int, ...]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    #: By number of cells: where aligned blocks of so many cells start.
+    #: By number of cells: where aligned blocks of so many cells begin.
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,31 +111,31 @@ class DeviceCells:
         object.__setattr__(self, "_starts", tuple(sum(1 << at for at in one) for one in starts))
 
     def sm_count(self, mask: int) -> int:
-        """Return the SMs of a set of cells."""
+        """Return the number of SMs in a set of cells."""
         if mask & self.remainder_mask:
             return self.size * (mask & self.cell_mask).bit_count() + self.remainder
         return self.size * mask.bit_count()
 
     def cell_count(self, mask: int) -> int:
-        """Return the cells of a set, without the remainder."""
+        """Return the number of cells in a set, without the remainder."""
         return (mask & self.cell_mask).bit_count()
 
     def cells_for(self, sms: int) -> int:
-        """Return how many cells have at least so many SMs."""
+        """Return how many cells are needed for so many SMs."""
         return -(-sms // self.size)
 
     def shared_mask(self, number: int) -> int:
-        """Return the mask of a shared grant: every cell, and a bit above that tells it apart."""
+        """Return a shared grant's mask: every cell, and a higher bit that identifies the grant."""
         return self.full_mask | 1 << self.count + 1 + number
 
     def possible(self, mask: int) -> bool:
-        """Return whether one green context can have exactly these cells."""
+        """Say whether one green context can have exactly these cells."""
         if not mask & self.remainder_mask or mask in (self.remainder_mask, self.full_mask):
             return mask != 0
         return self.joins
 
     def largest(self, most: int) -> int:
-        """Return the SMs of the largest partition that has at most so many; 0: each has more."""
+        """Return the SMs of the largest partition with at most so many, or 0."""
         if most >= self.total:
             return self.total
         more = (most - self.remainder) // self.size if self.joins else 0
@@ -150,10 +150,10 @@ class DeviceCells:
         return max(self.size * self.cell_count(mask), remainder)
 
     def blocks(self, cells: int) -> tuple[int, ...]:
-        """Return the contiguous sets of so many cells, the aligned ones first.
+        """Return the contiguous sets of so many cells, aligned ones first.
 
-        They are aligned to the power of two at or above the number, as buddies are: then what
-        stays free stays in large blocks.
+        They are aligned to the power of two at or above their number, like buddies, so that free
+        cells stay in large blocks.
         """
         found = self._blocks.get(cells)
         if found is None:
@@ -164,13 +164,13 @@ class DeviceCells:
         return found
 
     def menu(self, limit: int) -> list[int]:
-        """Return the sets worth making executors for in advance.
+        """Return the sets for which executors are worth making in advance.
 
-        Every cell, aligned blocks, and their complements, which `pool.partitions(n, REST)` needs
-        beside them. Powers of two come first, then the other numbers of cells. Where that is too
-        many, blocks that begin at the first cell go before others: two leases that share a device
-        move the border between them. Then come the large aligned ones: of these more leases are
-        granted what they need, though not to the cell.
+        These are single cells, aligned blocks, and their complements, which `pool.partitions(n,
+        REST)` needs. Powers of two come first, then the other numbers of cells. If these are too
+        many, blocks that begin at the first cell come next, because two leases that share a device
+        move the border between them. Last are the large aligned blocks: with these most leases get
+        what they need, if not to the exact cell.
         """
         powers = [1 << power for power in range(self.count.bit_length())]
         pairs = [
@@ -191,14 +191,14 @@ class DeviceCells:
         return [mask for mask in dict.fromkeys(masks) if self.possible(mask)]
 
     def complement(self, mask: int) -> int:
-        """Return every other cell that can be in one partition."""
+        """Return all other cells that can be in one partition."""
         rest = self.full_mask & ~mask
         return rest if self.possible(rest) else rest & ~self.remainder_mask
 
     # -- choosing --------------------------------------------------------------------------------
 
     def fit(self, free: int, wanted: SizeRange, ready: ReadyMasks = NO_MASKS) -> int:
-        """Return the free cells to grant for a single part; 0: none fit."""
+        """Return the free cells to grant for a single part, or 0 if it does not fit."""
         if wanted.named is not None:
             return self.full_mask if free == self.full_mask else 0
         free_cells = free & self.cell_mask
@@ -223,14 +223,14 @@ class DeviceCells:
     def fit_all(
         self, free: int, parts: tuple[SizeRange, ...], ready: ReadyMasks = NO_MASKS
     ) -> tuple[int, ...]:
-        """Return the disjoint cells of each part of a request; empty: they do not fit together."""
+        """Return disjoint cells for each part of a request; empty if they do not fit together."""
         if len(parts) == 1:
             mask = self.fit(free, parts[0], ready) if free else 0
             return (mask,) if mask else ()
         rest = next((i for i, part in enumerate(parts) if part.named is REST), None)
         if rest is not None and free != self.full_mask:
             return ()
-        # The least of every part first, so that an elastic part never takes what a later one needs.
+        # Place each part's least first, so that no elastic part takes what a later part needs.
         needs = {i: -(-part.least // self.size) for i, part in enumerate(parts) if i != rest}
         masks = [0] * len(parts)
         left = free
@@ -251,9 +251,9 @@ class DeviceCells:
         return tuple(masks) if masks[rest] else ()
 
     def nearest(self, free: int, parts: tuple[SizeRange, ...]) -> tuple[int, ...]:
-        """Return the SMs of each part of the nearest request that fits; empty: none does.
+        """Return the SMs of each part of the nearest request that fits, or an empty tuple.
 
-        Cells are taken from the largest part, then parts from the end, until the rest fits.
+        Removes cells from the largest part, then removes parts from the end, until the rest fits.
         """
         most = self.total
         trial = [SizeRange(min(one.least, most), min(one.least, most), one.named) for one in parts]
@@ -272,9 +272,9 @@ class DeviceCells:
     def _give_remainder(
         self, free: int, parts: tuple[SizeRange, ...], needs: dict[int, int]
     ) -> int | None:
-        """Give the remainder to the part whose need of cells it lowers the most.
+        """Give the remainder to the part for which it saves the most cells.
 
-        Returns that part, its need lowered; None: the parts do not fit together even so.
+        Returns that part, with its need lowered; None if the parts do not fit together even so.
         """
         best, saved = None, 0
         for i, need in needs.items():
@@ -288,13 +288,13 @@ class DeviceCells:
         return best
 
     def is_helped(self, free: int, least: int) -> bool:
-        """Return whether the remainder, if free, may make up for cells that are not."""
+        """Say whether the remainder, if free, may replace cells that are not free."""
         if not free & self.remainder_mask:
             return False
         return self.joins or self.remainder >= least or free == self.full_mask
 
     def _beside_remainder(self, least: int) -> int | None:
-        """Return how many cells are needed beside the remainder; None: it cannot be used."""
+        """Return how many cells are needed besides the remainder; None if it cannot be used."""
         if self.remainder >= least:
             return 0
         return self.cells_for(least - self.remainder) if self.joins else None
@@ -302,7 +302,7 @@ class DeviceCells:
     def _stretched(
         self, masks: list[int], parts: tuple[SizeRange, ...], left: int
     ) -> Iterator[int]:
-        """Give elastic parts what is left, in their order."""
+        """Give the remaining cells to the elastic parts, in order."""
         for i, part in enumerate(parts):
             more = part.most // self.size - masks[i].bit_count()
             while more > 0 and left & self.cell_mask and not masks[i] & self.remainder_mask:
@@ -313,12 +313,12 @@ class DeviceCells:
             yield masks[i]
 
     def choose(self, free: int, cells: int, ready: ReadyMasks) -> int:
-        """Return so many of the free cells: a set with an executor, a block, or the lowest."""
+        """Return so many of the free cells: a set with an executor, a block, or the lowest ones."""
         for mask in ready.get(cells, ()):
             if mask & ~free == 0:
                 return mask
-        # The first of `blocks` that is free, found by shifting.
-        runs, length = free, 1  # where runs of so many free cells start
+        # Find the first free set of `blocks` by shifting.
+        runs, length = free, 1  # where runs of so many free cells begin
         while length < cells:
             step = cells - length if cells < 2 * length else length
             runs &= runs >> step
@@ -330,12 +330,12 @@ class DeviceCells:
 
 
 def alignment(cells: int) -> int:
-    """Return what a block of so many cells is aligned to."""
+    """Return the alignment of a block of so many cells."""
     return 1 << (cells - 1).bit_length() if cells > 1 else 1
 
 
 def lowest(mask: int, count: int) -> int:
-    """Return so many of the lowest cells of a set, or all of them."""
+    """Return so many of the lowest cells of a set, or the whole set if it is smaller."""
     chosen = 0
     while count > 0 and mask:
         cell = mask & -mask

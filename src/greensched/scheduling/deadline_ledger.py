@@ -1,7 +1,7 @@
-"""Queued work by when it is due, and whether more fits before the rest is late.
+"""Queued work by its due time, and whether more work fits without making the rest late.
 
-The work due by each moment must fit before it, by what packs on the devices. That is necessary but
-not sufficient.
+By each moment, the work due by then must fit, according to what packs on the devices. This is
+necessary but not sufficient.
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from collections.abc import Iterable, Sequence
 from greensched.scheduling.cells import DeviceCells
 
 #: Seconds of a bucket of deadlines, and the number of buckets. A deadline counts as the beginning
-#: of its bucket, so a request is refused at most a millisecond too early. All deadlines that are a
-#: second away or more share the last bucket.
+#: of its bucket, which is up to a millisecond early. All deadlines at least a second away share the
+#: last bucket.
 BUCKET = 0.001
 BUCKETS = 1024
 
 
-#: The measures of what packs, beside the part of the cells: how many requests of more than a half,
-#: a third, a quarter ... of a device fit in it. Below a sixth the cells alone are within a sixth.
+#: The measures of what packs, besides the fraction of cells: how many requests of more than a half,
+#: a third, a quarter ... of a device fit. Below a sixth the fraction of cells is precise enough.
 MEASURES = (1, 2, 3, 4, 5)
 
 
 class Packing:
     """What packs on the devices, by several measures.
 
-    By each measure the requests that fit on a device together count as one at most, so work that
-    exceeds the devices by any of them cannot be done: of 48 SMs of 132 only two fit, which count as
-    a half each (dual feasible functions; Fekete and Schepers, Mathematical Programming 2001).
+    By each measure, requests that fit on a device together count as at most one. So work that
+    exceeds the devices by any measure cannot be done. For example, only two requests of 48 SMs fit
+    on 132, so each counts as a half (dual feasible functions; Fekete and Schepers, Mathematical
+    Programming 2001).
 
     Args:
-        devices: the cells of each device; requests are measured on the largest.
+        devices: The cells of each device. Requests are measured on the largest device.
     """
 
     def __init__(self, devices: Sequence[DeviceCells]) -> None:
         self._cells = largest = max(devices, key=lambda cells: cells.total)
         self._units = largest.count + largest.cells_for(largest.remainder)
-        #: How many devices do the work.
+        #: The number of devices that do the work.
         self.devices = len(devices)
 
     def shares(self, sms: int) -> list[float]:
-        """Return the part of a device that so many SMs take, by each measure."""
+        """Return the fraction of a device that so many SMs take, by each measure."""
         cells, units = min(self._cells.cells_for(sms), self._units), self._units
         found = [cells / units]
         for k in MEASURES:
@@ -53,7 +54,7 @@ class Packing:
         """Return the seconds of a device that pieces take together, by each measure.
 
         Args:
-            pieces: SMs and seconds of each.
+            pieces: The SMs and seconds of each piece.
         """
         found = [0.0] * (1 + len(MEASURES))
         for sms, seconds in pieces:
@@ -63,10 +64,10 @@ class Packing:
 
 
 class PackedWork:
-    """Queued work by when it is due, by each measure of what packs.
+    """Queued work by its due time and by each measure of what packs.
 
     Args:
-        packing: what packs.
+        packing: The measures.
     """
 
     def __init__(self, packing: Packing) -> None:
@@ -74,10 +75,10 @@ class PackedWork:
         self._ledgers = [DeadlineLedger(packing.devices) for _ in (0, *MEASURES)]
 
     def add(self, due: float, sms: int, seconds: float) -> int:
-        """Add work. Return its bucket, for `remove`."""
+        """Add work; return its bucket, for `remove`."""
         pairs = zip(self._ledgers, self._packing.shares(sms), strict=True)
         buckets = [ledger.add(due, share * seconds) for ledger, share in pairs]
-        return buckets[0]  # that of all of them
+        return buckets[0]  # all ledgers use the same bucket
 
     def remove(self, bucket: int, sms: int, seconds: float) -> None:
         """Remove work that was added."""
@@ -85,43 +86,43 @@ class PackedWork:
             ledger.remove(bucket, share * seconds)
 
     def advance(self, now: float) -> None:
-        """Move to another time: work that was due before it is late."""
+        """Set the time. Work that was due before it is late."""
         for ledger in self._ledgers:
             ledger.advance(now)
 
     def due_by(self, due: float) -> list[float]:
-        """Return the work due by then, in seconds of a device, by each measure."""
+        """Return the work due by a time, in seconds of a device, by each measure."""
         return [ledger.due_by(due) for ledger in self._ledgers]
 
     def has_room(self, now: float, due: float, work: Sequence[float]) -> bool:
-        """Return whether all work due later stays in time with so much more due by `due`."""
+        """Say whether all later work stays in time with so much more work due by `due`."""
         pairs = zip(self._ledgers, work, strict=True)
         return all(ledger.has_room(now, due, added) for ledger, added in pairs)
 
 
 class DeadlineLedger:
-    """Queued work by when it is due: how much is due by a moment, and the least slack after it.
+    """Queued work by its due time: how much is due by a time, and the least slack after it.
 
-    A segment tree over a ring of buckets, so each query and change takes O(log `BUCKETS`).
+    It is a segment tree over a ring of buckets, so each query and change takes O(log `BUCKETS`).
 
     Args:
-        devices: how many do the work.
+        devices: The number of devices that do the work.
     """
 
     __slots__ = ("_late", "_leaves", "_now", "_sum", "_tight", "devices")
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
-        #: The first bucket that is not past, and the work of those that are.
+        #: The first bucket that is not past, and the work of past buckets.
         self._now, self._late = 0, 0.0
         self._leaves = [0] * BUCKETS
         #: For each node: its work, and the most by which the work up to one of its buckets
-        #: exceeds what can be done from 0 to then (minus infinity: no work).
+        #: exceeds what can be done from 0 to then (minus infinity without work).
         self._sum = [0.0] * (2 * BUCKETS)
         self._tight = [-math.inf] * (2 * BUCKETS)
 
     def add(self, due: float, work: float) -> int:
-        """Add work. Return its bucket, for `remove`."""
+        """Add work; return its bucket, for `remove`."""
         bucket = self._bucket(due)
         if bucket < self._now:
             self._late += work
@@ -137,7 +138,7 @@ class DeadlineLedger:
             self._change(bucket, -work, -1)
 
     def advance(self, now: float) -> None:
-        """Move to another time: work that was due before it is late."""
+        """Set the time. Work that was due before it is late."""
         current = int(now / BUCKET)
         for bucket in range(self._now, min(current, self._now + BUCKETS)):
             leaf = bucket % BUCKETS
@@ -148,11 +149,11 @@ class DeadlineLedger:
         self._now = max(self._now, current)
 
     def due_by(self, due: float) -> float:
-        """Return the work due by then, in seconds of a device."""
+        """Return the work due by a time, in seconds of a device."""
         return self._late + self._fold(self._now, self._bucket(due) + 1)[0]
 
     def has_room(self, now: float, due: float, work: float) -> bool:
-        """Return whether all work due later stays in time with so much more due by `due`."""
+        """Say whether all later work stays in time with so much more work due by `due`."""
         first = max(self._now, self._bucket(due))
         tight = self._fold(first, self._now + BUCKETS)[1]
         before = self._late + self._fold(self._now, first)[0]
@@ -170,7 +171,7 @@ class DeadlineLedger:
         if self._leaves[leaf]:
             total = self._sum[BUCKETS + leaf] + work
             self._set(leaf, total, total - self.devices * bucket * BUCKET)
-        else:  # exactly 0, whatever was rounded
+        else:  # exactly 0, without rounding errors
             self._set(leaf, 0.0, -math.inf)
 
     def _set(self, leaf: int, total: float, tight: float) -> None:
@@ -184,7 +185,7 @@ class DeadlineLedger:
             tights[node] = max(tights[left], sums[left] + tights[right])
 
     def _fold(self, first: int, end: int) -> tuple[float, float]:
-        """Return the work and the tightness of the buckets from one to another."""
+        """Return the work and the tightness of a range of buckets."""
         low, high = first % BUCKETS, end % BUCKETS
         if first >= end:
             return 0.0, -math.inf

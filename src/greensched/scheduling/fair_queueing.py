@@ -1,13 +1,13 @@
 """Share SM-time between classes: start-time fair queueing.
 
-Each grant has a start tag: virtual time, or the finish tag of the previous grant of its class if
-that is later. Its finish tag is the start tag plus its SM-seconds divided by the weight of the
-class. The class with the smallest start tag is next. Virtual time is the start tag of the last
-grant, and a class that begins to wait starts there, so an idle class saves nothing up. (Goyal, Vin
-and Cheng, SIGCOMM 1996.)
+Each grant has a start tag: virtual time, or the finish tag of its class's previous grant if that is
+later. Its finish tag is the start tag plus its SM-seconds divided by the weight of the class. The
+class with the smallest start tag is next. Virtual time is the start tag of the last grant. A class
+that begins to wait starts there, so an idle class saves nothing up. (Goyal, Vin and Cheng, SIGCOMM
+1996.)
 
-How long a lease will take is not known when it is granted: its class is charged the expected
-SM-seconds, and at the end of the lease the difference to those it took.
+The duration of a lease is unknown when it is granted. So its class is charged the expected
+SM-seconds, and at the end of the lease the difference to the actual ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greensched.scheduling.requests import Grant
 
 
 class VirtualTime:
-    """Virtual time, and what each class is charged."""
+    """Virtual time, and the charges of each class."""
 
     __slots__ = ("now",)
 
@@ -28,8 +28,8 @@ class VirtualTime:
     def start_of(self, state: ClassState) -> float:
         """Return the start tag of the next grant of a class.
 
-        While the class waits, the tag may lie before virtual time: its leases took less than it
-        was charged.
+        While the class waits, the tag may be before virtual time, because its leases took less than
+        it was charged.
         """
         return state.finish if state.waiting else max(self.now, state.finish)
 
@@ -43,7 +43,7 @@ class VirtualTime:
 
     @staticmethod
     def settle(grant: Grant, now: float) -> None:
-        """Charge the class of a grant that is over for what it took instead."""
+        """Replace the charge for an ended grant by its actual SM-seconds."""
         state = grant.class_state
         used = grant.used + grant.sms * (now - grant.since)
         state.finish += (used - grant.charged) / state.weight
@@ -52,7 +52,7 @@ class VirtualTime:
 
     @staticmethod
     def charge_elapsed(grant: Grant, now: float) -> None:
-        """Charge the class of a grant at a checkpoint for what exceeds the charge so far."""
+        """At a checkpoint, charge a grant's class for SM-seconds beyond the charge so far."""
         grant.used += grant.sms * (now - grant.since)
         grant.since = now
         if grant.used > grant.charged:

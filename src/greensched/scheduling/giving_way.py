@@ -1,4 +1,4 @@
-"""What elastic leases give up at their checkpoints for a request that goes before them."""
+"""What elastic leases give up at their checkpoints for a request that precedes them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from greensched.scheduling.requests import Grant, Request
 def kept_at_checkpoint(
     allocator: SMAllocator, request: Request, grant: Grant, now: float, *, is_aged: bool
 ) -> int | None:
-    """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0: none.
+    """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0 for none.
 
-    None: what its policy says, which leaves enough. Leases keep their least first, which is
-    what their policy says they need, then nothing: of those of no higher priority than the request
-    the lowest class and the longest lease first, then, for a request that has aged, those of higher
-    priority. One of these that is known to end keeps its least. As many give way as are needed, and
-    none gives up its least in vain. But a request of a higher class has what this lease gives up if
-    that is enough now: it does not wait for the checkpoint of a yet lower class.
+    None means what its policy says, which leaves enough for the request. Leases are first reduced
+    to their least, which their policy says they need, then to nothing. The order is: leases of no
+    higher priority than the request, lowest class and longest lease first; then, for an aged
+    request, those of higher priority, of which one that is known to end keeps its least. As many
+    give way as are needed, and none gives up its least in vain. But a request of a higher class
+    gets what this lease gives up if that suffices now: it does not wait for a lower class's
+    checkpoint.
 
     Args:
-        allocator: the cells.
-        request: what goes before.
-        grant: the lease at its checkpoint.
-        now: seconds.
-        is_aged: it has aged, or the device is kept for it: leases of all classes give way.
+        allocator: The cells.
+        request: The request that precedes the lease.
+        grant: The lease at its checkpoint.
+        now: The time in seconds.
+        is_aged: Whether the request has aged, or the device is kept for it, so that leases of all
+            classes give way.
     """
     left, priority = _Left(allocator, request, grant.device), request.class_state.priority
     if left.is_enough():
@@ -60,7 +62,7 @@ class _Left:
         self._allocator, self._request, self._device = allocator, request, device
         self._cells = allocator.devices[device]
         self._left: dict[Grant, int] = {}
-        #: The leases that give back at checkpoints.
+        #: The leases that give SMs back at checkpoints.
         self.elastic: list[Grant] = []
         for grant in allocator.grants[device]:
             if grant.draining:
@@ -70,7 +72,7 @@ class _Left:
                 self.keep(grant, grant.request.target[0].least)
 
     def keep(self, grant: Grant, sms: int) -> None:
-        """Let an elastic lease keep so many SMs of what it has; 0: none."""
+        """Let an elastic lease keep so many of its SMs, or none (0)."""
         self._left[grant] = self._given(grant, sms)
 
     def _given(self, grant: Grant, sms: int) -> int:
@@ -78,11 +80,11 @@ class _Left:
         return 0 if sms and not kept else grant.mask & ~kept
 
     def is_enough(self) -> bool:
-        """Return whether the request fits."""
+        """Say whether the request fits."""
         return self._allocator.would_fit(self._request, self._device, self._left)
 
     def keeps_now(self, grant: Grant) -> int | None:
-        """Return what a lease may keep so that the request fits at once; None: it does not."""
+        """Return what a lease may keep so that the request fits at once, or None."""
         for sms in (grant.request.target[0].least, 0):
             given = {grant: self._given(grant, sms)}
             if self._allocator.would_fit(self._request, self._device, given):

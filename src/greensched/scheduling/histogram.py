@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import frexp
 from typing import Final
 
-#: Seconds below `2 ** e` and not below half of that are counted at index `e`, which is negative
-#: below half a second: there Python counts from the end. 2 ** 31 s are 68 years.
+#: Seconds below `2 ** e`, but not below half of that, are counted at index `e`. It is negative
+#: below half a second, where Python counts from the end. 2 ** 31 s are 68 years.
 SLOTS: Final = 64
-#: Added to each duration, as 0 has no exponent: a nanosecond, shorter than any lease.
+#: Added to each duration, because 0 has no exponent: a nanosecond, shorter than any lease.
 TINY: Final = 1e-9
 #: The exponents of the bounds that are told: from 7.6 us to 16 s.
 EXPONENTS: Final = range(-17, 5)
@@ -18,7 +18,7 @@ SHORTEST: Final = 2.0**EXPONENTS.start
 
 
 class Histogram:
-    """Counts durations in seconds. The caller keeps two threads from doing so at once."""
+    """Counts durations in seconds. The caller ensures that only one thread counts at a time."""
 
     __slots__ = ("counts", "seconds")
 
@@ -27,7 +27,7 @@ class Histogram:
         self.seconds = 0.0
 
     def add(self, seconds: float, number: int = 1) -> None:
-        """Count so many of a duration."""
+        """Count a duration so many times."""
         self.counts[frexp(seconds + TINY)[1]] += number
         self.seconds += number * seconds
 
@@ -39,12 +39,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long something took: a histogram at one moment.
+    """Durations of one kind: a histogram at one moment.
 
     Attributes:
-        count: how often.
-        seconds: in sum.
-        buckets: bounds in seconds, doubling from 7.6 us to 16 s, each with how many were below it.
+        count: The number of durations.
+        seconds: Their sum.
+        buckets: Bounds in seconds, doubling from 7.6 us to 16 s, each with the number below it.
     """
 
     count: int
@@ -52,13 +52,13 @@ class Durations:
     buckets: tuple[tuple[float, int], ...]
 
     def quantile(self, fraction: float) -> float | None:
-        """Return the bound below which so large a part is; None: of nothing, or beyond the last."""
+        """Return the bound below which this fraction lies; None if empty or past the last bound."""
         wanted = fraction * self.count
         return next((bound for bound, n in self.buckets if self.count and n >= wanted), None)
 
 
 def durations(histogram: Histogram, zeros: int = 0) -> Durations:
-    """Return a histogram at this moment, with so many durations of 0 beside."""
+    """Return a histogram at this moment, with so many further durations of 0."""
     counts, below, buckets = histogram.counts, zeros, []
     below += sum(counts[SLOTS // 2 : EXPONENTS.start])
     for exponent in EXPONENTS:

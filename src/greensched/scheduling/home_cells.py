@@ -1,7 +1,7 @@
-"""Home cells: the sets of cells that a class with fixed sizes is granted whenever they are free.
+"""Home cells: the sets of cells that a class with fixed sizes gets whenever they are free.
 
-Captured graphs and the handles of libraries belong to an executor. A class that names its sizes
-comes back to few executors, so its state can be made for all of them before traffic. The sets of
+Captured graphs and library handles belong to an executor. A class that names its sizes returns
+to a few executors, so its state can be made for all of them before traffic. The sets of
 one class begin at one end of the device and contain each other; the next class begins at the other
 end, so that two classes that share a device move the border between them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from greensched.scheduling.cells import DeviceCells
 
-#: Sets of cells by size, the preferred one of each size first.
+#: Sets of cells by size, preferred ones first.
 HomeMasks = dict[int, tuple[int, ...]]
 
 
@@ -21,14 +21,14 @@ def home_masks(
 ) -> HomeMasks:
     """Choose the home cells of one class.
 
-    Several leases of the class at once have sets side by side, as many as its cap allows.
+    Concurrent leases of the class have sets side by side, as many as its cap allows.
 
     Args:
-        cells: of the device.
-        sizes: SMs, as the class names them.
-        cap: the most SMs that the class may hold.
-        edge: the cell at which the sets begin.
-        downward: the sets end before that cell, instead of beginning with it.
+        cells: The cells of the device.
+        sizes: The SMs that the class names.
+        cap: The most SMs that the class may hold.
+        edge: The cell at which the sets begin.
+        downward: Whether the sets end before that cell, instead of beginning with it.
     """
     found: HomeMasks = {}
     for sms in sizes:
@@ -51,7 +51,7 @@ def home_masks(
 
 
 def _with_remainder(cells: DeviceCells, sms: int, usual: int) -> tuple[int, int]:
-    """Return how many cells, and the remainder's bit where it saves SMs."""
+    """Return a number of cells, and the remainder's bit if it saves SMs."""
     if cells.joins and sms > cells.remainder:
         count = cells.cells_for(sms - cells.remainder)
         if cells.size * count + cells.remainder < cells.size * usual:

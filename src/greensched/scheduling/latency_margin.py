@@ -1,25 +1,25 @@
-"""How much of a latency target a plan may use, learned from how many requests were late."""
+"""What fraction of a latency target a plan may use, learned from how many requests were late."""
 
 from __future__ import annotations
 
-#: The largest fraction of a latency that a plan uses. The rest is for a late start, and for what
-#: neighbours on the device do.
+#: The largest fraction of a latency that a plan uses. The rest allows for a late start, and for the
+#: effects of neighbours on the device.
 MOST = 0.95
-#: The initial fraction: a request that arrives just after a piece began waits for two pieces. Where
-#: the deadline of a piece is known, no request waits for it, and twice the fraction is used.
+#: The initial fraction, because a request that arrives just after a piece began waits for two
+#: pieces. If a piece's deadline is known, no request waits for it, and twice the fraction is used.
 SAFE = MOST / 2
 #: The smallest fraction, however many requests were late.
 LEAST = 0.2
-#: Fewer latencies than these cannot tell 1 in 100 late, which is allowed, from 1 in 200. With as
-#: many, the fraction rises where less than three fifths of that were late, faster until its first
-#: fall. It falls as soon as more than four fifths were.
+#: The fewest latencies that can distinguish 1 in 100 late, which is allowed, from 1 in 200. After
+#: so many, the fraction rises if less than three fifths of the allowed number were late, faster
+#: until it first falls. It falls as soon as more than four fifths were.
 LOOK = 1000
 MANY, FEW = 0.008, 0.006
 FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
 
 
 class LatencyMargin:
-    """The fraction of its latency target that a class plans with."""
+    """The fraction of its latency target with which a class plans."""
 
     __slots__ = ("_late", "_rise", "_seen", "fraction")
 
@@ -30,7 +30,7 @@ class LatencyMargin:
 
     @property
     def of_deadline(self) -> float:
-        """The fraction of the deadline of one piece."""
+        """The fraction of a single piece's deadline."""
         return min(MOST, self.fraction * MOST / SAFE)
 
     def record(self, number: int, *, is_late: bool) -> None:

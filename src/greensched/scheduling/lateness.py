@@ -1,8 +1,8 @@
-"""What happens to a request that would be late: it is refused, or goes behind all others.
+"""Handling of requests that would be late: they are refused, or go after all others.
 
-A request of known duration with a deadline is admitted if its predicted end is not later. Where the
+A request of known duration with a deadline is admitted if its predicted end is not later. If the
 policy serves the earliest deadline first, every admitted request of its priority that is due later
-must still be in time as well. The prediction is a lower bound: what goes before, by what packs.
+must also stay in time. The prediction is a lower bound, from what precedes the request and packs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class Lateness:
     """Predicts when requests of known duration are done, and handles those that would be late.
 
     Args:
-        queue: what is due, where the policy serves the earliest deadline first.
-        allocator: what is granted.
+        queue: The queued work, by due time if the policy serves the earliest deadline first.
+        allocator: The grants.
     """
 
     def __init__(self, queue: RequestQueue, allocator: SMAllocator) -> None:
         self._queue = queue
         self._allocator = allocator
-        #: How many requests were refused.
+        #: The number of refused requests.
         self.refused = 0
 
     def check(self, request: Request) -> None:
-        """Handle what cannot be done in time, not even at once with the most it asks for.
+        """Handle a request that cannot be done in time even at once with the most it requests.
 
         Raises:
-            DeadlineImpossible: it is refused.
+            DeadlineImpossible: The request is refused.
         """
         if request.due is None:
             return
@@ -48,13 +48,13 @@ class Lateness:
                 self._handle(request, seconds)
 
     def check_in_queue(self, request: Request, line: RequestLine, now: float) -> None:
-        """Handle what must wait too long to be done in time, or would make others late.
+        """Handle a request that must wait too long, or would make others late.
 
         Raises:
-            DeadlineImpossible: it is refused.
+            DeadlineImpossible: The request is refused.
         """
         sms = line.asked
-        if request.is_elastic:  # it may be granted more than its least
+        if request.is_elastic:  # it may get more than its least
             sms = min(request.parts[0].most, self._allocator.most_ever(request))
         seconds = request.seconds(sms)
         if request.due is None or seconds is None:
@@ -70,14 +70,14 @@ class Lateness:
         """Predict when a request that must wait will be done.
 
         Args:
-            request: the request.
-            due: when it is due.
-            seconds: what it takes once it is granted.
-            sms: the SMs that it takes.
-            now: seconds.
+            request: The request.
+            due: When it is due.
+            seconds: Its duration once it is granted.
+            sms: The SMs that it takes.
+            now: The time in seconds.
 
         Returns:
-            Seconds from now until then, and whether those of its priority that are due later stay
+            The seconds from now until then, and whether all later-due requests of its priority stay
             in time.
         """
         allocator, queue, priority = self._allocator, self._queue, request.priority
@@ -93,9 +93,9 @@ class Lateness:
         return begins + max(sooner) / devices + seconds, is_fair
 
     def _handle(self, request: Request, done: float) -> None:
-        """Refuse a late request, or put it behind all others, as its class says.
+        """Refuse a late request, or put it after all others, as its class says.
 
-        Now and then one is admitted, to find out whether the durations of the class are right.
+        Now and then a late request is admitted, to test the durations of the class.
         """
         assert request.due is not None
         if request.class_state.rules.on_late == "refuse":

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ClassView(Protocol):
-    """What a policy sees of a service class. Read only."""
+    """A service class as a policy sees it. Read only."""
 
     @property
     def name(self) -> str:
@@ -24,51 +24,51 @@ class ClassView(Protocol):
 
     priority: float
     weight: float
-    #: SMs that it holds now.
+    #: The SMs that it holds now.
     sms: int
-    #: Its queued requests.
+    #: The number of its queued requests.
     waiting: int
-    #: Its leases, and the SM-seconds of those that are over.
+    #: The number of its leases, and the SM-seconds of those that have ended.
     granted: int
     sm_time: float
-    #: Where its next grant starts in virtual time: how far it is ahead of its share.
+    #: Where its next grant starts in virtual time, which shows how far it is ahead of its share.
     tag: float
 
 
 class RequestView(Protocol):
-    """What a policy sees of a request. Read only."""
+    """A request as a policy sees it. Read only."""
 
-    #: That of its class; minus infinity: it is late for its deadline, and goes behind others.
+    #: Its class's priority, or its own; minus infinity if it is late and goes after others.
     priority: float
     #: When it arrived, in seconds.
     arrived: float
     #: How many requests arrived before it.
     order: int
-    #: When it should be done, by its deadline or the latency of its class; None: at any time.
+    #: When it should be done, by its deadline or its class's latency. None: at any time.
     due: float | None
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take once it is granted; None: no latency, or no known duration.
+        """Seconds that it may take once granted. None: no latency, or no known duration.
 
-        The fraction of what is left of the latency of its class, or of the deadline that the last
-        checkpoint of its lease gave, with which the class was in time of late.
+        This is a fraction of the time left of its class's latency, or of the deadline that the last
+        checkpoint of its lease gave. With this fraction the class was recently in time.
         """
 
     def seconds(self, sms: int) -> float | None:
-        """Return how long it is expected to take on so many SMs; None: not known."""
+        """Return its expected duration on so many SMs. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizingView:
-    """What a policy sees of a device, for a lease of variable size.
+    """A device as a policy sees it, for a lease of variable size.
 
     Attributes:
-        sizes: the SMs it can have there, from the least it asks for to the most it may have now.
-        left: SMs that classes of higher priority neither have nor want.
-        beside: SMs that are left for it once every other elastic lease has come to a checkpoint:
-            one of a lower class keeps its least, any other the size that this policy gives it.
-        is_alone: no other request or lease has or wants SMs there.
+        sizes: The SMs that it can have there, from its least to the most that it may have now.
+        left: The SMs that classes of higher priority neither have nor want.
+        beside: The SMs left for it once every other elastic lease has reached a checkpoint. One of
+            a lower class then keeps its least, any other the size that this policy gives it.
+        is_alone: Whether no other request or lease has or wants SMs there.
     """
 
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class SizingView:
 
 @dataclass(frozen=True, slots=True)
 class ClassSnapshot:
-    """A service class as it was when a policy of the user's was called: a `ClassView`."""
+    """A service class at the time of a call of the user's policy: a `ClassView`."""
 
     name: str
     priority: float
@@ -93,7 +93,7 @@ class ClassSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A request as it was when a policy of the user's was called: a `RequestView`."""
+    """A request at the time of a call of the user's policy: a `RequestView`."""
 
     priority: float
     arrived: float
@@ -103,7 +103,7 @@ class RequestSnapshot:
     _seconds: Callable[[int], float | None]
 
     def seconds(self, sms: int) -> float | None:
-        """Return how long it is expected to take on so many SMs; None: not known."""
+        """Return its expected duration on so many SMs. None: unknown."""
         return self._seconds(sms)
 
 
@@ -128,13 +128,14 @@ def _request_snapshot(one: RequestView) -> RequestView:
 
 
 class Policy(Protocol):
-    """The order of the queue. Pure: equal inputs, equal results.
+    """The order of the queue. Pure: equal inputs give equal results.
 
-    Called inside decisions, for which other threads wait: it must not block. It sees snapshots, and
-    may read the pool's `statistics()`; whatever would change the pool raises `InvalidRequest`.
+    Other threads wait for decisions, in which it is called, so it must not block. It sees
+    snapshots, and may read the pool's `statistics()`; calls that would change the pool raise
+    `InvalidRequest`.
 
-    What `rank` raises is raised to the caller of the request. A failure or a wrong result of any
-    other method is logged, and the default counts instead: no request or lease is lost by it. A
+    Exceptions of `rank` are raised to the caller of the request. A failure or a wrong result of any
+    other method is logged, and the default applies instead: no request or lease is lost. A
     `KeyboardInterrupt` or `SystemExit` is raised once the decision is complete.
 
     Reserves, caps, quotas, loans and bounds hold under every policy; the policy orders the requests
@@ -142,35 +143,35 @@ class Policy(Protocol):
 
         def class_rank(self, service: ClassView) -> tuple[float, ...]
 
-    The class with the smallest rank goes first, before any `rank` of requests. Called in every
-    decision, once for each class that waits, so it may depend on what changes.
+    The class with the smallest rank goes first, before any `rank` of requests is compared. Called
+    in every decision, once for each waiting class, so it may depend on changing values.
 
         def size(self, request: RequestView, view: SizingView) -> tuple[int, int]
 
     The least and the most SMs that an elastic request should have now. Called whenever the request
     is tried, and at each checkpoint of its lease. It is not granted less than the least, except
-    from its own reserve, and gives back what exceeds the most. Without this method the sizes of the
-    request count, and a lease at a checkpoint gives back what is above its least while others wait.
+    from its own reserve, and it gives back what exceeds the most. Without this method the request's
+    own sizes apply, and a lease at a checkpoint gives back SMs above its least while others wait.
     """
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
-        """Return the rank; smaller goes first, then arrival. Called once, before it is queued."""
+        """Return the rank; smaller goes first, then arrival. Called once, before queueing."""
 
     def may_overtake(self, first: RequestView, now: float) -> bool:
-        """Return whether later requests may be granted while `first` does not fit.
+        """Say whether later requests may be granted while `first` does not fit.
 
-        Once the answer is no, everything that becomes free on the device chosen for `first` is
+        Once this returns False, everything that becomes free on the device chosen for `first` is
         kept for it.
         """
 
 
 class Fifo:
-    """First in, first out; larger priority first; a request that does not fit is overtaken briefly.
+    """First in, first out, after larger priority. A request that does not fit is overtaken briefly.
 
     Attributes:
-        ageing: seconds for which a request that does not fit lets others overtake. 20 ms, about
-            one job: in simulated traffic (tests/scheduling/test_traffic.py) it serves large
-            requests as often as strict order (0) does, and with mixed sizes the median wait of the
+        ageing: Seconds for which a request that does not fit lets others overtake. 20 ms is about
+            one job. In simulated traffic (tests/scheduling/test_traffic.py) it serves large
+            requests as often as strict order (0) does, and with mixed sizes the median wait of
             small ones is a fraction of strict order's. Without a bound large requests wait for
             seconds.
     """
@@ -192,9 +193,10 @@ class Fifo:
 
 
 class Fair(Fifo):
-    """Shares of SM-time by weight among classes of the same priority; larger priority first.
+    """Shares of SM-time by weight among classes of the same priority. Larger priority first.
 
-    Start-time fair queueing (`fair_queueing`). In a class, first in, first out. Ageing as `Fifo`.
+    Start-time fair queueing (`fair_queueing`). Within a class, first in, first out. Ageing as
+    `Fifo`.
     """
 
     def class_rank(self, service: ClassView) -> tuple[float, ...]:
@@ -203,10 +205,10 @@ class Fair(Fifo):
 
 
 class Deadline(Fifo):
-    """Earliest deadline first; larger priority first; requests without a deadline last.
+    """Earliest deadline first, after larger priority. Requests without a deadline come last.
 
-    A request of a class with a `latency` is due that long after its arrival, unless it gives a
-    deadline. Ageing as `Fifo`.
+    A request of a class with a `latency` is due that long after its arrival, unless it has a
+    deadline of its own. Ageing as `Fifo`.
     """
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
@@ -216,18 +218,18 @@ class Deadline(Fifo):
 
 
 class Sized(Fifo):
-    """The right size: a request with a latency gets the fewest SMs for it, others what is left.
+    """The right size: a request with a latency gets the fewest SMs that meet it, others the rest.
 
-    For elastic requests; one that is alone gets all it asks for. Order and ageing as `Fifo`.
+    For elastic requests; one that is alone gets all it requests. Order and ageing as `Fifo`.
     """
 
     def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
-        """Size by the expected duration, and within what higher classes leave."""
+        """Size by the expected duration, within what higher classes leave."""
         most, left = view.sizes[-1], max(view.left, view.sizes[0])
         allowed = request.allowed
         if allowed is None:
             return view.sizes[0], left
-        late = min(most, max(view.beside, view.sizes[0]))  # none is enough: do not wait for more
+        late = min(most, max(view.beside, view.sizes[0]))  # no size suffices: do not wait for more
         enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), late)
         return min(enough, left), most if view.is_alone else min(enough, left)
 
@@ -242,17 +244,17 @@ POLICIES: dict[str, type[Fifo]] = {
 
 
 class GuardedPolicy:
-    """A policy as the scheduler calls it: a policy of the user can fail without losing a request.
+    """A policy as the scheduler calls it, so that no request is lost if a user's policy fails.
 
-    `rank` is called while a request is being made, so its failure is raised. The other methods are
-    called inside decisions, where cells have moved already and no caller can be told: a failure or
-    a wrong result is logged behind the decision, once for each method, and the default counts
+    `rank` is called while a request is made, so its failure is raised. The other methods are
+    called inside decisions, when cells have moved and no caller can get an error: a failure or
+    a wrong result is logged after the decision, once for each method, and the default applies
     instead (`Fifo`'s order, and the sizes of the request). Built-in policies are called directly.
 
     Attributes:
-        policy: the policy itself.
-        class_rank, size: None if the policy does not have the method.
-        by_deadline: it serves the earliest deadline first, so requests are admitted by that.
+        policy: The policy itself.
+        class_rank, size: None if the policy lacks the method.
+        by_deadline: Whether it serves the earliest deadline first, so that admission depends on it.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -325,15 +327,15 @@ class GuardedPolicy:
 
 
 def _is_rank(value: object) -> TypeGuard[tuple[float, ...]]:
-    """Return whether it is a tuple of numbers that can be ordered."""
+    """Say whether a value is a tuple of numbers that can be ordered."""
     return isinstance(value, tuple) and all(isinstance(x, Real) and bool(x == x) for x in value)
 
 
 def policy_named(policy: object) -> Policy:
-    """Return the policy of a name, or a policy itself.
+    """Return the policy with a name; return a policy object unchanged.
 
     Raises:
-        InvalidRequest: neither a name of a policy, nor an object with its methods.
+        InvalidRequest: Neither the name of a policy, nor an object with its methods.
     """
     if isinstance(policy, str) and policy in POLICIES:
         return POLICIES[policy]()

@@ -1,4 +1,4 @@
-"""The queue: which requests wait, in lines of requests that want the same, and which is first."""
+"""The queue: which requests wait, in lines of equal requests, and which is first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key
 from greensched.scheduling.requests import QUEUED, Request, by_order
 
-#: Where the first of a line stands in the queue: the rank of its class, if the policy has one, its
-#: own rank and order, and the request. Orders differ, so requests are never compared.
+#: The position of a line's first request: the rank of its class, if the policy has one, its own
+#: rank and order, and the request. Orders are distinct, so requests are never compared.
 Place = tuple[Any, ...]
 
 
@@ -27,53 +27,53 @@ class Reservation(NamedTuple):
 
 
 class RequestQueue:
-    """Queued requests, by line.
+    """Queued requests, in lines.
 
     Args:
-        policy: their order.
-        virtual_time: what the classes were charged.
-        devices: the cells of each device.
+        policy: The policy that orders them.
+        virtual_time: The charges of the classes.
+        devices: The cells of each device.
     """
 
     def __init__(
         self, policy: GuardedPolicy, virtual_time: VirtualTime, devices: Sequence[DeviceCells]
     ) -> None:
         self.waiting = 0
-        #: When the queue was last empty before it was not.
+        #: When the queue last became non-empty.
         self.busy_since = 0.0
         self.lines: dict[tuple[object, ...], RequestLine] = {}
         self.reservation: Reservation | None = None
-        #: What packs on the devices.
+        #: The measures of what packs on the devices.
         self.packing = Packing(devices)
-        #: What is due when, by priority, where the policy goes by that, and the bucket of each
+        #: The work by due time for each priority, if the policy uses it, and the bucket of each
         #: request in it.
         self.ledgers: dict[float, PackedWork] = {}
         self._buckets: dict[Request, int] = {}
-        #: How many requests are queued, by priority and SMs, and the seconds they are to take.
+        #: By priority and SMs: the number of queued requests, and their expected seconds.
         self._work: dict[tuple[float, int], tuple[int, float]] = {}
         self._deadlines = LazyHeap(deadline_key)
         self._virtual_time = virtual_time
         self.set_policy(policy)
 
     def set_policy(self, policy: GuardedPolicy) -> None:
-        """Order by another policy; `requeue` follows if requests wait."""
+        """Use another policy. The caller then calls `requeue` if requests wait."""
         self.policy = policy
         self.ledgers.clear()
         self._buckets.clear()
 
     def requeue(self) -> None:
-        """Take all requests out of their lines, to be put in line again by `put_in_line`."""
+        """Remove all requests from their lines, for `put_in_line`."""
         self.lines.clear()
 
     def add(self, request: Request, line: RequestLine) -> None:
         """Queue a request.
 
         Args:
-            request: the request.
-            line: the line of its `line_key`, or a new one if there is none.
+            request: The request.
+            line: The line with its `line_key`, or a new one.
 
         Raises:
-            InvalidRequest: the policy failed to rank the request; nothing has changed.
+            InvalidRequest: The policy failed to rank the request; nothing has changed.
         """
         rank = self.policy.rank(request)
         state = request.class_state
@@ -93,7 +93,7 @@ class RequestQueue:
         self.put_in_line(request, line, rank)
 
     def put_in_line(self, request: Request, line: RequestLine, rank: tuple[float, ...]) -> None:
-        """Put a queued request in its line."""
+        """Put a queued request into its line."""
         if not line:
             self.lines[request.line_key] = line
         line.add(request, rank)
@@ -105,7 +105,7 @@ class RequestQueue:
             self._buckets[request] = ledger.add(request.due, line.asked, request.work)
 
     def put_behind(self, first: Request) -> None:
-        """Put the first of a line, which is late, behind the requests that may be in time."""
+        """Put a line's first request, which is late, after the requests that may be in time."""
         line = first.line
         assert isinstance(line, RequestLine)
         line.pop_first()
@@ -126,13 +126,13 @@ class RequestQueue:
         number, seconds = self._work.get(key, (0, 0.0))
         if number + one:
             self._work[key] = number + one, seconds + one * request.work
-        else:  # exactly 0, whatever was rounded
+        else:  # exactly 0, without rounding errors
             del self._work[key]
 
     def work_before(self, priority: float, *, is_equal: bool) -> list[float]:
-        """Return the queued work of higher priority, and of equal priority where that counts.
+        """Return the queued work of higher priority and, with `is_equal`, of equal priority.
 
-        In seconds of a device, by each measure of what packs.
+        It is in seconds of a device, by each measure of what packs.
         """
         return self.packing.work(
             (sms, seconds)
@@ -141,15 +141,16 @@ class RequestQueue:
         )
 
     def remove(self, request: Request) -> bool:
-        """Remove a request, whose state has changed already.
+        """Remove a request whose state has already changed.
 
         Returns:
-            Whether no request of a class with free reserved cells waits any more: they can be lent.
+            Whether no request of a class with free reserved cells waits any more, so that these can
+            be lent.
         """
         state = request.class_state
         if request.line.discard(request):
             key = request.line_key
-            if self.lines.get(key) is request.line:  # not after a `requeue`
+            if self.lines.get(key) is request.line:  # not so after a `requeue`
                 del self.lines[key]
         if request.deadline is not None:
             self._deadlines.discard(request)
@@ -165,9 +166,9 @@ class RequestQueue:
         return state.reserved_free > 0
 
     def close(self) -> list[RequestLine]:
-        """Empty the queue at once, however many requests wait. Return the lines that had them.
+        """Empty the queue at once, however many requests wait; return its lines.
 
-        Their requests are still marked as queued, and are not counted anywhere.
+        Their requests are still marked as queued, but no longer counted.
         """
         lines = list(self.lines.values())
         self.lines.clear()
@@ -182,11 +183,11 @@ class RequestQueue:
         return lines
 
     def is_reserved_for(self, request: Request) -> bool:
-        """Return whether a device is kept for a request."""
+        """Say whether a device is kept for a request."""
         return self.reservation is not None and self.reservation.request is request
 
     def only_line(self) -> RequestLine | None:
-        """Return the line that all requests wait in; None: there are several, or none."""
+        """Return the line in which all requests wait; None if there are several or none."""
         if len(self.lines) != 1:
             return None
         return next(iter(self.lines.values()))
@@ -197,20 +198,20 @@ class RequestQueue:
         return [request for request in found if request is not None]
 
     def place(self, first: Request) -> Place:
-        """Return where the first request of a line stands now."""
+        """Return the present position of a line's first request."""
         if self.policy.class_rank is None:
             return first.rank, first.order, first
         return self.class_rank(first.class_state), first.rank, first.order, first
 
     def class_rank(self, state: ClassState) -> tuple[float, ...]:
-        """Return the rank of a class, by a policy that has one."""
+        """Return the rank of a class, if the policy ranks classes."""
         if self.policy.class_rank is None:
             return ()
         state.tag = self._virtual_time.start_of(state)
         return self.policy.class_rank(state)
 
     def queued(self) -> list[Request]:
-        """Return all queued requests, in the order of their arrival."""
+        """Return all queued requests in the order of arrival."""
         found = [request for line in self.lines.values() for request in line.queued()]
         return sorted(found, key=by_order)
 
@@ -220,7 +221,7 @@ class RequestQueue:
         return None if first is None else first.deadline
 
     def expired(self, now: float) -> Request | None:
-        """Return a queued request whose deadline has passed."""
+        """Return a queued request whose deadline has passed, or None."""
         first = self._deadlines.first()
         if first is None or first.deadline is None or first.deadline > now:
             return None
@@ -229,10 +230,10 @@ class RequestQueue:
 
 
 def validate_bound(max_waiting: object) -> int:
-    """Return the bound of a queue, checked.
+    """Check and return the bound of a queue.
 
     Raises:
-        InvalidRequest: not a whole number, at least 0.
+        InvalidRequest: Not a whole number of at least 0.
     """
     if type(max_waiting) is not int or max_waiting < 0:
         raise InvalidRequest(f"max_waiting={max_waiting!r}: give a whole number, at least 0")

@@ -1,4 +1,4 @@
-"""Queued requests in order: a heap with lazy deletion, and lines of requests for the same."""
+"""Ordered queued requests: a heap with lazy deletion, and lines of equal requests."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Final
 
 from greensched.scheduling.requests import QUEUED, Request
 
-#: A heap is not rebuilt for fewer removed entries than this.
+#: The fewest removed entries for which a heap is rebuilt.
 STALE_LEAST: Final = 64
 
 
-#: The key of a request, its order, and the request. Orders differ: requests never compare.
+#: A request's key, its order, and the request. Orders are distinct: requests never compare.
 _Entry = tuple[Any, int, Request]
 
 
 def _is_live(entry: _Entry) -> bool:
-    """Return whether an entry is of a queued request, and not from before it was queued again."""
+    """Say whether an entry is of a queued request, and not from before it was queued again."""
     return entry[2].state is QUEUED and entry[2].order == entry[1]
 
 
 class LazyHeap:
-    """Requests by a key, then by arrival. Removed entries are dropped later, many at once.
+    """Requests ordered by a key, then by arrival. Removed entries are dropped later, many at once.
 
     Most requests arrive in order and are appended to a row; the others go on a heap beside it.
-    `discard` only counts. Once removed entries outnumber the others, one rebuild drops them, so a
+    `discard` only counts. Once removed entries outnumber the rest, one rebuild drops them, so a
     removal takes amortised constant time. The bound: cancelling 100,000 requests keeps every call
     under 10 ms (benchmarks/micro/scheduler.py).
 
@@ -34,7 +34,7 @@ class LazyHeap:
     stays removed.
 
     Args:
-        key: what requests are ordered by, smaller first.
+        key: The key by which requests are ordered, smaller first.
     """
 
     __slots__ = ("_heap", "_key", "_row", "_stale")
@@ -46,7 +46,7 @@ class LazyHeap:
         self._stale = 0
 
     def __len__(self) -> int:
-        """Return the number of stored entries, removed ones included."""
+        """Return the number of stored entries, including removed ones."""
         return len(self._row) + len(self._heap)
 
     def push(self, request: Request) -> None:
@@ -58,7 +58,7 @@ class LazyHeap:
             row.append(entry)
 
     def first(self) -> Request | None:
-        """Return the first queued request; drop the removed ones before it."""
+        """Return the first queued request, after dropping removed ones before it."""
         row, heap = self._row, self._heap
         while row or heap:
             is_on_heap = self._is_on_heap()
@@ -87,7 +87,7 @@ class LazyHeap:
             self._row.popleft()
 
     def discard(self, request: Request) -> bool:
-        """Remove a request, whose state has changed already. Return whether none is left."""
+        """Remove a request whose state has already changed; return whether none is left."""
         row = self._row
         if row and row[0][2] is request and row[0][1] == request.order:
             row.popleft()
@@ -106,7 +106,7 @@ class LazyHeap:
         return not live
 
     def take(self) -> Iterator[Request]:
-        """Take out and yield the queued requests, in order, each when it is asked for."""
+        """Remove and yield the queued requests in order, each when the iterator reaches it."""
         while (request := self.first()) is not None:
             yield request
             self.discard(request)
@@ -124,10 +124,10 @@ class RequestLine(LazyHeap):
     """Queued requests with the same `line_key`, by rank. Only the first is ever tried.
 
     Args:
-        request: one of them.
-        devices: where they fit once every other lease has ended.
-        asked: SMs asked for.
-        least: SMs without which none of them fits anywhere.
+        request: One of the requests.
+        devices: Where they fit once every other lease has ended.
+        asked: The requested SMs.
+        least: The SMs without which none of them fits anywhere.
     """
 
     __slots__ = (
@@ -147,7 +147,7 @@ class RequestLine(LazyHeap):
         self.asked = asked
         self.least = least
         self.needs_loan: bool | None = None
-        #: It left the queue with all its requests: see `RequestQueue.close`.
+        #: Whether it left the queue with all its requests; see `RequestQueue.close`.
         self.is_closed = False
         self._last_rank: tuple[float, ...] = ()
 
@@ -161,5 +161,5 @@ class RequestLine(LazyHeap):
 
 
 def deadline_key(request: Request) -> float | None:
-    """Order by deadline; every request on such a heap has one."""
+    """Order by deadline. Every request on such a heap has one."""
     return request.deadline

@@ -1,4 +1,4 @@
-"""Requests and grants: what the scheduler is asked for, and what it gives."""
+"""Requests to the scheduler, and the grants that it makes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from greensched.scheduling.class_state import ClassState
 
 
 class GrantState(enum.Enum):
-    """Where a request is in its life."""
+    """The states of a request."""
 
     QUEUED = "waits for cells"
     GRANTED = "has its grants"
     GONE = "was cancelled, rejected or expired while it waited"
 
 
-# Module names: faster to look up in every decision than members of the enum.
+# Module names are faster to look up in every decision than members of the enum.
 QUEUED: Final = GrantState.QUEUED
 GRANTED: Final = GrantState.GRANTED
 GONE: Final = GrantState.GONE
 
 
 class DurationCurve(Protocol):
-    """How long a piece of work takes on a number of SMs, in seconds.
+    """The duration of a piece of work by number of SMs, in seconds.
 
     Both methods are called inside decisions: they must not block, and cannot change the pool. A
-    failure, or a result that is not a duration, is logged once, and the request has no known
-    duration from then on.
+    failure, or a result that is not a duration, is logged once; from then on the duration of the
+    request counts as unknown.
     """
 
     def at(self, sms: int) -> float: ...
@@ -40,7 +40,7 @@ class DurationCurve(Protocol):
     def observe(self, sms: int, seconds: float) -> object: ...
 
 
-#: What a request is expected to take: seconds, or a curve that gives them for each size.
+#: The expected duration of a request: seconds, or a curve with the seconds for each size.
 Duration = float | DurationCurve
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
 
@@ -82,27 +82,28 @@ class Grant:
         self.holder = request.holder
         self.device = device
         self.mask = self.sms = 0
-        #: When the lease began, and when it last came to a checkpoint.
+        #: When the lease began, and when it last reached a checkpoint.
         self.began = self.since = now
-        #: The lease has ended and its work may still run; all of it is done and the cells are free.
+        #: Draining: the lease has ended, but its work may still run. Over: the cells are free.
         self.draining = self.over = False
-        #: Its lease has ended and is accounted for, and the cells are kept for the next one.
+        #: Whether its lease has ended and is accounted for, while the cells are kept for the next
+        #: one.
         self.is_settled = False
-        #: Its cells are reclaimed, where it was kept for the next lease.
+        #: Whether its cells were reclaimed while it was kept for the next lease.
         self.is_suspended = False
-        #: It has all SMs of a device, which other shared grants may have, too; the bit of `mask`
-        #: above all cells tells them apart.
+        #: Whether it has all SMs of a device, which other shared grants may have, too. The bit of
+        #: `mask` above all cells tells them apart.
         self.is_shared = False
-        #: No shared grant may be on its device.
+        #: Whether no shared grant may be on its device.
         self.is_exclusive = not request.class_state.shared
-        #: It is elastic, of a class with a reserve here, and has less than it may have: its class
-        #: wants its loans back.
+        #: Whether it is elastic, its class has a reserve here, and it has less than it may have, so
+        #: that the class wants its loans back.
         self.is_short = False
-        #: Borrowed cells, by the class whose reserve they are of.
+        #: Borrowed cells, by the class from whose reserve they come.
         self.loans = NO_LOANS
-        #: When it is expected to end; None: not known.
+        #: When it is expected to end. None: unknown.
         self.ends: float | None = None
-        #: That is by its own duration, and not by the mean of its class.
+        #: Whether that is by its own duration, rather than by the mean of its class.
         self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
@@ -115,17 +116,17 @@ class Grant:
         self.number = 0
 
     def will_end(self, now: float) -> bool:
-        """Return whether it is known when it ends: it need not give way for others to have a turn.
+        """Say whether its end is known, so that it need not give way for others to have a turn.
 
-        One that should have ended already is not known to.
+        If it should have ended already, its end is not known.
         """
         return self.is_bounded and self.ends is not None and self.ends > now
 
     def frees_at(self, now: float, request: Request) -> float:
         """Return when its cells may be free for a request at the earliest, as far as is known.
 
-        An elastic lease may give them up at its next checkpoint, unless it is of a higher class and
-        known to end.
+        An elastic lease may give them up at its next checkpoint, unless it has a higher class and
+        is known to end.
         """
         is_higher = self.class_state.priority > request.class_state.priority
         gives_way = self.request.is_elastic and not (is_higher and self.will_end(now))
@@ -137,16 +138,16 @@ class Grant:
 
 
 class Line(Protocol):
-    """What a request needs of its `RequestLine`."""
+    """What a request needs from its `RequestLine`."""
 
-    #: Where they fit once every other lease has ended.
+    #: Where the line's requests fit once every other lease has ended.
     devices: tuple[int, ...]
-    #: SMs asked for, and SMs without which no request of the line fits anywhere.
+    #: The requested SMs, and the SMs without which no request of the line fits anywhere.
     asked: int
     least: int
-    #: Whether they fit only on SMs borrowed from reserves; None: not determined yet.
+    #: Whether they fit only with SMs borrowed from reserves. None: not determined yet.
     needs_loan: bool | None
-    #: It left the queue with all its requests.
+    #: Whether it left the queue with all its requests.
     is_closed: bool
 
     def first(self) -> Request | None: ...
@@ -155,7 +156,7 @@ class Line(Protocol):
 
 
 class Request:
-    """What a caller wants: which sizes, where, and how urgently."""
+    """A caller's request: sizes, allowed devices, and urgency."""
 
     __slots__ = (
         "arrived",
@@ -202,7 +203,7 @@ class Request:
     ) -> None:
         self.class_state = class_state
         self.parts = parts
-        #: The sizes to grant now: those of a policy that sizes requests, else `parts`.
+        #: The sizes to grant now: from a policy that sizes requests, otherwise `parts`.
         self.target = parts
         self.devices = devices
         self.priority = priority
@@ -210,16 +211,16 @@ class Request:
         self.order = order
         #: The preferred device.
         self.near = near
-        #: When it should be done, and when it is not wanted any more.
+        #: When it should be done, and when it expires.
         self.due = due
         self.deadline = deadline
-        #: Seconds that its lease is expected to take; None: not known.
+        #: The expected seconds of its lease. None: unknown.
         self.duration = duration
-        #: The duration is a curve that failed; it is not called again.
+        #: Whether its duration is a curve that failed and is not called again.
         self.cost_failed = False
         #: Seconds in which the next piece should be done, from the last checkpoint.
         self.within: float | None = None
-        #: Seconds that are left until it is due, when it was last tried.
+        #: Seconds left until it is due, when it was last tried.
         self.left: float | None = None
         self.holder = holder
         #: The devices on which its holder had grants when it arrived.
@@ -227,13 +228,13 @@ class Request:
         #: For the caller of the scheduler, which does not read it.
         self.owner = owner
         self.state = QUEUED
-        #: It had cells already, and gave them up at a checkpoint.
+        #: Whether it already had cells, and gave them up at a checkpoint.
         self.gave_way = False
         self.rank: tuple[float, ...] = ()
         self.grants: tuple[Grant, ...] = ()
-        #: (device, cells) that it fits on, for which there is no executor yet.
+        #: The (device, cells) on which it fits, but for which there is no executor yet.
         self.missing_executors: tuple[tuple[int, int], ...] = ()
-        #: The line in which it waits, and the seconds that it counts for meanwhile.
+        #: The line in which it waits, and the seconds for which it counts meanwhile.
         self.line: Line
         self.work = 0.0
 
@@ -244,16 +245,16 @@ class Request:
 
     @property
     def fewest(self) -> int:
-        """SMs of its smallest part: how long it would borrow is always estimated for these."""
+        """The SMs of its smallest part, for which its borrowing time is always estimated."""
         return min([part.least for part in self.parts])
 
     @property
     def line_key(self) -> tuple[object, ...]:
-        """What the requests of a line have in common: if one does not fit, neither do the others.
+        """What the requests of a line share: if one does not fit, neither do the others.
 
         A request that is known to end sooner may fit into a gap that is closed to others, so a
-        known duration counts by its magnitude. A curve counts as itself, and need not be hashable.
-        No device is closed to a request whose holder has grants there.
+        known duration counts by its magnitude. A curve counts by identity, and need not be
+        hashable. No device is closed to a request whose holder has grants there.
         """
         duration, held = self.duration, self.held_devices
         if duration is None:
@@ -263,7 +264,7 @@ class Request:
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take from now on; None: no known duration, deadline or latency."""
+        """Seconds it may take from now on. None: no known duration, deadline or latency."""
         state = self.class_state
         if self.duration is None:
             return None
@@ -275,7 +276,7 @@ class Request:
         return min(state.latency, left) * state.margin.fraction
 
     def seconds(self, sms: int) -> float | None:
-        """Return how long it is expected to take on so many SMs; None: not known."""
+        """Return its expected duration on so many SMs. None: unknown."""
         duration = self.duration
         if duration is None or isinstance(duration, (int, float)):
             return duration
@@ -291,7 +292,7 @@ class Request:
         return None
 
     def learn(self, sms: int, seconds: float) -> None:
-        """Tell its curve, if it has one, how long so many SMs took."""
+        """Tell its curve, if it has one, how long it took on so many SMs."""
         duration = self.duration
         if duration is None or isinstance(duration, (int, float)) or self.cost_failed:
             return
@@ -310,10 +311,10 @@ class Request:
 
 
 def by_order(request: Request) -> int:
-    """Order requests as they arrived."""
+    """Return the key that orders requests by arrival."""
     return request.order
 
 
 def by_rank(request: Request) -> tuple[tuple[float, ...], int]:
-    """Order requests as the queue does."""
+    """Return the key by which the queue orders requests."""
     return request.rank, request.order

@@ -1,21 +1,21 @@
-"""Reserves, and what of them is lent: how many of a device's free cells a request may take.
+"""Reserves and loans from them: how many of a device's free cells a request may take.
 
-The reserve of a class is a number of cells of one device, its home. What the class, the *owner*,
-does not use of it is *kept* free for it, except for what is *lent*. On each device, always:
+The reserve of a class, its *owner*, is a number of cells of one device, its home. Cells that the
+owner does not use are *kept* free for it, except those that are *lent*. On each device, always:
 
-    free cells >= the sum over its reserves of (cells its owner does not have, less those lent)
+    free cells >= the sum over its reserves of (cells its owner does not have, minus lent ones)
 
 An owner wants its reserve while a request of it waits, or an elastic grant of it has less than it
 may have. It takes what is kept for it at once, and the rest when the loans come back. A class
-borrows only if it is preemptible, and only from an owner that wants none of its reserve and whose
-longest wait is at least as long as the borrower takes to give back: the next checkpoint for what an
-elastic grant has above its least size, the end of the lease for the rest. So an owner waits for its
-reserve for that long at most. Each loan belongs to one owner: what comes back goes to no other
-class. Where no class holds anything and all wait for cells of others, owners lend although they
-wait: what they wait for is more than their reserves.
+borrows only if it is preemptible, and only from an owner that wants none of its reserve, and whose
+longest wait covers the time that the borrower takes to give back: the next checkpoint for what an
+elastic grant has above its least size, the end of the lease for the rest. So an owner waits at most
+that long for its reserve. Each loan belongs to one owner: returned cells go to no other class. If
+no class holds anything and all wait for each other's cells, owners lend even though they wait,
+because they need more than their reserves.
 
-After a change of the classes, fewer cells may be free than that for a time: leases end under the
-rules they began under, and what becomes free is kept until it suffices.
+After a change of the classes, fewer cells may be free for a time: leases end under the rules they
+began under, and freed cells are kept until they suffice.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Reservations:
     """The reserves of one device.
 
     Args:
-        cells: the cells of the device.
-        owners: the classes with a reserve there.
-        sized: the rules of each class that names its sizes.
+        cells: The cells of the device.
+        owners: The classes with a reserve there.
+        sized: The rules of each class that names its sizes.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Reservations:
     ) -> None:
         self.cells = cells
         self.owners = tuple(owners)
-        #: For each owner, the cells to be given last to other classes, so that what is kept for it
-        #: stays in one block: as near to the top as `DeviceCells.menu` has executors over it. An
-        #: executor that is made only when needed may wait for everything that runs.
+        #: For each owner, the cells that other classes get last, so that what is kept for the owner
+        #: stays in one block, as near to the top as `DeviceCells.menu` has executors for it. An
+        #: executor that is made only when needed may wait until the device is idle.
         self.blocks: dict[ClassState, int] = {}
-        #: The home cells of each class with sizes: one from the top, the next from the bottom.
+        #: The home cells of each class with sizes, alternately from the top and from the bottom.
         self.homes: dict[ClassState, HomeMasks] = {}
         top, bottom = cells.count, 0
         for state in sorted(sized, key=lambda state: state not in self.owners):
@@ -75,34 +75,34 @@ class Reservations:
                 step = alignment(need)
                 top = max((top - need) // step * step, bottom + still)
                 self.blocks[owner] = ((1 << need) - 1) << top
-        #: All of them; they share no cell.
+        #: The union of the blocks, which are disjoint.
         self.all_blocks = sum(self.blocks.values())
-        #: The cells beside them.
+        #: The cells outside the blocks.
         self.beside = cells.cell_mask & ~self.all_blocks
-        #: No class holds anything here, and none could be granted anything: owners lend although
-        #: they wait.
+        #: Whether no class holds anything here and none can be granted anything, so that owners
+        #: lend even though they wait.
         self.is_idle = False
         #: Grants with borrowed cells.
         self.borrowers: dict[Grant, None] = {}
 
     def unmet(self, state: ClassState) -> int:
-        """Return the cells of its reserve that a class does not have."""
+        """Return how many cells of its reserve a class does not have."""
         return _unmet(state) if state in self.blocks else 0
 
     def reserved_free(self, state: ClassState) -> int:
-        """Return the free cells that are kept for a class."""
+        """Return how many free cells are kept for a class."""
         return state.reserved_free if state in self.blocks else 0
 
     def available_for(self, free: int, request: Request, sms: int) -> tuple[int, int]:
         """Return how many of so many free cells a grant may take.
 
         Args:
-            free: free cells there are.
-            request: what it is for.
-            sms: how many SMs it will have: how long it takes depends on them.
+            free: The number of free cells.
+            request: The request of the grant.
+            sms: The SMs that it will have, on which its duration depends.
 
         Returns:
-            For the least it keeps to its end, and for all of it.
+            The number for the least that it keeps to its end, and the number in all.
         """
         state = request.class_state
         least = most = free
@@ -129,9 +129,9 @@ class Reservations:
         """Return how many cells a request could take if grants had given so many cells back.
 
         Args:
-            free: free cells there are now.
-            request: what it is for.
-            given: cells that each grant gives back; borrowed ones go to their owner.
+            free: The number of free cells now.
+            request: The request.
+            given: The cells that each grant gives back; borrowed ones go to their owner.
         """
         kept, state = 0, request.class_state
         for owner in self.owners:
@@ -155,13 +155,13 @@ class Reservations:
         return self.is_idle or not (owner.waiting or owner.short)
 
     def take(self, free: int, grant: Grant, taken: int, least: int) -> None:
-        """Account for a grant that takes free cells; it borrows what is kept for others.
+        """Account for a grant that takes free cells, and borrows those that are kept for others.
 
         Args:
-            free: free cells there were.
-            grant: what takes them.
-            taken: how many cells.
-            least: how many of them it keeps until it ends.
+            free: The number of free cells before.
+            grant: The grant that takes them.
+            taken: The number of cells.
+            least: How many of them it keeps until it ends.
         """
         state = grant.class_state
         left = free - taken
@@ -176,11 +176,11 @@ class Reservations:
             self._settle()
 
     def _borrow(self, grant: Grant, borrowed: int, spare: int) -> None:
-        """Borrow so many cells; `spare` of those taken can be given back before the end."""
+        """Borrow so many cells; `spare` of the taken ones can be given back before the end."""
         until_end = max(0, borrowed - spare)
         length, interval = expected_times(grant.request, grant.request.fewest)
-        # The owner that can wait longest lends first, and the part kept to the end is borrowed
-        # first: fewer owners can lend that.
+        # The owner that can wait longest lends first. The cells kept to the end are borrowed
+        # first, because fewer owners can lend them.
         for owner in sorted(self.owners, key=lambda owner: -owner.max_wait):
             if owner is grant.class_state or not self._lends(owner):
                 continue
@@ -201,7 +201,7 @@ class Reservations:
         state = grant.class_state
         if grant.loans:
             left = given
-            # An owner that waits for its reserve has its cells back first.
+            # An owner that waits for its reserve gets its cells back first.
             for owner in sorted(grant.loans, key=lambda owner: not owner.waiting):
                 back = min(left, grant.loans[owner])
                 left -= back
@@ -210,7 +210,7 @@ class Reservations:
             state.account(-given)
 
     def note_short(self, grant: Grant, *, is_over: bool = False) -> None:
-        """Count whether an elastic grant of an owner has less than it may have."""
+        """Record whether an elastic grant of an owner has less than it may have."""
         state, part = grant.class_state, grant.request.target[0]
         if state not in self.blocks:
             return
@@ -238,7 +238,7 @@ class Reservations:
             self.borrowers.pop(grant, None)
 
     def _settle(self) -> None:
-        """End loans that their owner does not need back: it has found its reserve elsewhere."""
+        """End loans that their owner does not need back, because it found its reserve elsewhere."""
         again = True
         while again:
             again = False
@@ -248,11 +248,11 @@ class Reservations:
                     ended = min(excess, grant.loans.get(owner, 0))
                     if ended > 0:
                         excess -= ended
-                        again = True  # the cells are the borrower's now, and may meet its reserve
+                        again = True  # the borrower now owns the cells, which may meet its reserve
                         self._end_loan(owner, grant, ended)
 
     def take_over(self, grants: Iterable[Grant]) -> None:
-        """After a change of the classes, count what is granted and lent already."""
+        """Count existing grants and loans after a change of the classes."""
         for grant in grants:
             grant.is_short = False
             if grant.request.is_elastic:
@@ -275,19 +275,19 @@ def expected_times(request: Request, sms: int) -> tuple[float, float]:
 
 
 def _unmet(state: ClassState) -> int:
-    """Return the cells of its reserve that an owner does not have; borrowed cells do not count."""
+    """Return how many cells of its reserve an owner lacks; borrowed cells do not count."""
     return max(0, state.reserve_cells - (state.cells - state.borrowed))
 
 
 def place_reserves(
     devices: Sequence[DeviceCells], wanted: Sequence[tuple[ClassState, ServiceClass]]
 ) -> list[Reservations]:
-    """Choose a device for each reserve: the largest first, each where most is not reserved.
+    """Choose a device for each reserve, largest first, each where most cells are unreserved.
 
-    A reserve stays on its device where it still fits.
+    A reserve stays on its device if it still fits there.
 
     Raises:
-        InvalidRequest: they do not fit together; nothing has changed.
+        InvalidRequest: They do not fit together; nothing has changed.
     """
     left = [cells.count for cells in devices]
     homes: list[list[ClassState]] = [[] for _ in devices]

@@ -15,57 +15,57 @@ from greensched.typing import ALL, NamedSize
 OnLate = Literal["refuse", "best_effort"]
 LATE = get_args(OnLate)
 
-#: The largest latency target in seconds. A larger one is almost always meant in milliseconds. And
-#: it would have no effect: a margin follows after 1,000 latencies, hours at this size. Longer
-#: requests give `deadline=`.
+#: The largest latency target in seconds. A larger one is almost always meant in milliseconds, and
+#: would have no effect: a margin needs 1,000 latencies, which at this size take hours. Longer
+#: requests should have a `deadline`.
 MOST_LATENCY = 10.0
 
 
-#: The smallest and the largest weight. SM-time is divided by it: beyond these, sums of what classes
-#: were charged would lose the charges of others, or overflow.
+#: The smallest and the largest weight. SM-time is divided by it. Beyond these values, sums of the
+#: classes' charges would lose other classes' charges, or overflow.
 WEIGHTS = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceClass:
-    """A named kind of user of a pool. Times in seconds, sizes in SMs.
+    """A named kind of user of a pool. Times are in seconds, sizes in SMs.
 
-    Checked where it is given to a pool, which raises `InvalidRequest`.
+    A pool checks its classes, and raises `InvalidRequest`.
 
     Attributes:
-        name: the value of `pool.partition(..., service=name)`.
+        name: The value of `pool.partition(..., service=name)`.
         reserve: SMs of one device that are kept for the class, rounded up to whole cells. While
             the class does not use them, other classes may borrow them.
-        cap: the most SMs the class may hold in the pool at once.
-        sizes: the SMs of its leases, ascending, such as `(24, 48, 64)`: each request names one of
-            them, or a range from one to another. A lease has one of these sizes at any time, and
+        cap: The most SMs that the class may hold in the pool at once.
+        sizes: The SMs of its leases, ascending, such as `(24, 48, 64)`. Each request names one of
+            them, or a range between two. A lease has one of these sizes at any time, and
             each size is granted on the same cells whenever these are free, from one end of the
-            device: graphs and other state of an executor are made once (`Pool.prepare_local`).
-            Empty: any size.
-        priority: larger goes first in the queue.
-        weight: its share of SM-time among classes of the same priority, under `policy="fair"`;
+            device, so that graphs and other state of an executor are made only once
+            (`Pool.prepare_local`). Empty: any size.
+        priority: Larger goes first in the queue.
+        weight: Its share of SM-time among classes of the same priority, with `policy="fair"`;
             from 1e-6 to 1e6.
-        latency: target in seconds for a request, from the call to the end of its lease; at most 10.
-            Longer requests give a `deadline` of their own.
-        preemptible: the class gives borrowed SMs back at its checkpoints, or ends its leases,
-            within `checkpoint_interval`. Only a preemptible class borrows from other reserves.
-        max_wait_for_reserve: the longest the class waits, in seconds, for SMs of its reserve that
-            are lent; 0: its reserve is never lent. None: half of `latency`, or 0 without one.
-        checkpoint_interval: the longest time in seconds between two checkpoints, or from a grant
-            to its end. None, or where leases take longer: the time that was measured. Until one
-            was measured, the class borrows nothing.
-        max_waiting: the most requests of the class in the queue; None: the pool's bound alone.
-        quota: SMs it may hold on average; it may save up `QUOTA_WINDOW` seconds of that.
-        memory_bytes: device memory that jobs of the class may have allocated through greensched
-            at once; beyond it a job fails with `OutOfMemory`. None: no limit.
-        shared: while every shared class meets its `latency`, a request of the class is granted
-            all SMs of a device, several leases together, whatever size it asks for: plain
-            streams, which no split beats while nothing saturates. Shared leases may share SMs
-            with each other, and with no other lease.
-        on_late: for a request that cannot be done in time: `"refuse"` raises
-            `DeadlineImpossible` at once, `"best_effort"` queues it behind all others of the class.
-        hang_after: seconds after which work of the class hangs, as `Pool(hang_after=...)`, in place
-            of that; `math.inf`: never. None: the pool's.
+        latency: The target for a request, from the call to the end of its lease; at most 10.
+            Longer requests should have a `deadline`.
+        preemptible: Whether the class gives borrowed SMs back at its checkpoints, or ends its
+            leases, within `checkpoint_interval`. Only preemptible classes borrow from reserves.
+        max_wait_for_reserve: The longest time that the class waits for SMs of its reserve that
+            are lent. 0: its reserve is never lent. None: half of `latency`, or 0 without one.
+        checkpoint_interval: The longest time between two checkpoints, or from a grant to its end.
+            None, or if leases take longer: the measured time. Until one is measured, the class
+            borrows nothing.
+        max_waiting: The most requests of the class in the queue. None: only the pool's bound.
+        quota: The SMs it may hold on average; it may save up `QUOTA_WINDOW` seconds of that.
+        memory_bytes: The most device memory that jobs of the class may have allocated through
+            greensched at once; beyond it a job fails with `OutOfMemory`. None: no limit.
+        shared: Whether, while every shared class meets its `latency`, a request of the class gets
+            all SMs of a device, together with other leases, whatever size it requests. This is
+            like plain streams, which no split beats while nothing saturates. Shared leases may
+            share SMs with each other, but with no other lease.
+        on_late: What happens to a request that cannot be done in time: `"refuse"` raises
+            `DeadlineImpossible` at once, `"best_effort"` queues it after all others of the class.
+        hang_after: Seconds after which work of the class counts as hung, instead of
+            `Pool(hang_after=...)`; `math.inf`: never. None: the pool's value.
     """
 
     name: str
@@ -87,13 +87,13 @@ class ServiceClass:
 
     @property
     def reserve_wait(self) -> float:
-        """The longest the class waits for lent SMs of its reserve, in seconds."""
+        """The longest time that the class waits for lent SMs of its reserve, in seconds."""
         if self.max_wait_for_reserve is not None:
             return self.max_wait_for_reserve
         return 0.0 if self.latency is None else self.latency / 2
 
 
-#: SMs of a class without a cap: more than there are.
+#: The cap of a class without one: more SMs than exist.
 NO_CAP = 1 << 40
 
 #: The class of requests that name none.
@@ -101,11 +101,11 @@ DEFAULT_CLASS = ServiceClass("")
 
 
 def validate_services(services: object) -> tuple[ServiceClass, ...]:
-    """Return the classes of a pool, each checked.
+    """Check and return the classes of a pool.
 
     Raises:
-        InvalidRequest: an object that is not a class, or a field that no class can have; the
-            message says what is right.
+        InvalidRequest: An object is not a class, or has an invalid field; the message says what is
+            valid.
     """
     given = as_tuple(services)
     if given is None or not all(isinstance(service, ServiceClass) for service in given):
@@ -125,9 +125,9 @@ def validate_services(services: object) -> tuple[ServiceClass, ...]:
 
 
 def _with_floats(one: ServiceClass) -> ServiceClass:
-    """Return a class whose times and weights are Python's numbers: the compiled build needs them.
+    """Return a class whose times and weights are Python floats, as the compiled build needs.
 
-    Without this a latency out of a numpy array raises TypeError there.
+    Otherwise a latency from a numpy array would raise TypeError there.
     """
     fields = (
         "priority", "weight", "latency", "checkpoint_interval", "max_wait_for_reserve", "quota",
@@ -142,7 +142,7 @@ def _with_floats(one: ServiceClass) -> ServiceClass:
 
 
 def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
-    """Yield (field, whether it is right, what would be)."""
+    """Yield (field, whether it is valid, what would be valid)."""
     yield "name", type(one.name) is str and one.name != "", "a string that is not empty"
     yield "reserve", _is_count(one.reserve), "a number of SMs, at least 0"
     most = NO_CAP if isinstance(one.cap, NamedSize) else one.cap
@@ -193,5 +193,5 @@ def _is_number(value: object) -> bool:
 
 
 def _is_above_0(value: object) -> bool:
-    """Return whether it is None or a number above 0."""
+    """Say whether a value is None or a number above 0."""
     return value is None or as_float(value) > 0

@@ -1,4 +1,4 @@
-"""Shared grants: all SMs of a device that is not split, several at once. See `split_controller`."""
+"""Shared grants: several leases of all SMs of an unsplit device. See `split_controller`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from greensched.scheduling.reservations import expected_times
 
 
 def can_share(allocator: SMAllocator, request: Request, device: int) -> bool:
-    """Return whether a request may have a shared grant, beside those that are there."""
+    """Say whether a request may have a shared grant, next to the existing ones."""
     state, total = request.class_state, allocator.devices[device].total
     if not state.shared or allocator.split_controller.is_split or allocator.exclusive[device]:
         return False
     if len(request.parts) > 1 or state.sms + total > state.cap:
         return False
-    # A class with a reserve here that is not shared will have to wait for all shared grants.
+    # An unshared class with a reserve here will have to wait for all shared grants.
     owners = [owner for owner in allocator.reservations[device].owners if not owner.shared]
     length = expected_times(request, total)[0] if owners else 0.0
     lends = state.preemptible and length > 0
@@ -22,7 +22,7 @@ def can_share(allocator: SMAllocator, request: Request, device: int) -> bool:
 
 
 def free_mask(allocator: SMAllocator, device: int) -> int:
-    """Return a mask of a shared grant that no other grant has."""
+    """Return a mask for a shared grant that no other grant has."""
     taken = {grant.mask for grant in allocator.shared_grants[device]}
     number = 0
     while (mask := allocator.devices[device].shared_mask(number)) in taken:
@@ -31,11 +31,11 @@ def free_mask(allocator: SMAllocator, device: int) -> int:
 
 
 def enter_or_leave(allocator: SMAllocator, grant: Grant) -> int:
-    """At a checkpoint, make a grant shared or exclusive, as its device is not split, or is.
+    """At a checkpoint, make a grant shared or exclusive, depending on whether its device is split.
 
-    Returns the cells that it should have and that have no executor; 0: none.
+    Returns the cells that it should have but that have no executor, or 0.
     """
-    # A request of a class that is not shared may wait for nothing but the shared grants.
+    # A request of an unshared class may be waiting only for the shared grants.
     others = any(state.waiting and not state.shared for state in allocator.classes.values())
     if grant.is_shared:
         if not (others or allocator.split_controller.is_split):
@@ -54,6 +54,6 @@ def enter_or_leave(allocator: SMAllocator, grant: Grant) -> int:
 
 
 def is_leaving(allocator: SMAllocator, device: int) -> bool:
-    """Return whether shared grants of a device that is split still need cells there."""
+    """Say whether shared grants of a split device still need cells there."""
     grants = allocator.shared_grants[device]
     return allocator.split_controller.is_split and any(not grant.draining for grant in grants)

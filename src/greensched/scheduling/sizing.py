@@ -1,10 +1,10 @@
 """How many SMs an elastic request should have now, by a policy that sizes (`Policy.size`).
 
 The policy sees a device: the possible sizes, what higher classes neither have nor want, what other
-leases leave at their checkpoints, and whether the request is alone. Its answer is kept within what
-was asked for and what the class may have. A request waits for that until it has aged; from then on
-it is to have no more than there is once lower classes have given way. A request that a reserve of
-which its class has nothing satisfies is granted all the same.
+leases leave at their checkpoints, and whether the request is alone. Its answer is limited to what
+was requested and what the class may have. A request waits for this size until it has aged; from
+then on it gets at most what there is once lower classes have given way. A request is granted in any
+case if its class's reserve, of which the class has nothing, satisfies it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from greensched.scheduling.policy import SizingView
 from greensched.scheduling.request_line import RequestLine
 from greensched.scheduling.requests import Grant, Request
 
-#: `Policy.size`.
+#: The type of `Policy.size`.
 Size = Callable[[Any, SizingView], tuple[int, int]]
 
 
@@ -32,16 +32,16 @@ def target_size(
     *,
     is_aged: bool = False,
 ) -> SizeRange:
-    """Return what a request should have on a device.
+    """Return the size that a request should have on a device.
 
     Args:
-        size: the policy's.
-        allocator: the cells.
-        lines: of the queue.
-        request: what it is for.
-        device: where.
-        grant: what it has there already.
-        is_aged: it has waited so long that it is to have what there is.
+        size: The policy's method.
+        allocator: The cells.
+        lines: The lines of the queue.
+        request: The request.
+        device: The index of the device.
+        grant: The grant that it already has there, or None.
+        is_aged: Whether it has waited so long that it should get what there is.
     """
     (asked,), cells = request.parts, allocator.devices[device]
     most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))
@@ -58,7 +58,7 @@ def target_size(
     beside = cells.largest(max(0, cells.total - claims.kept - claims.given_way))
     view = SizingView((*sizes, most), left, beside, claims.is_alone)
     least, upto = size(request, view)
-    # What its own reserve gives, it has without waiting for more.
+    # It gets what its own reserve provides without waiting for more.
     reservations, state = allocator.reservations[device], request.class_state
     reserve = reservations.unmet(state) * cells.size
     if asked.least <= reserve == state.reserve_cells * cells.size:
@@ -70,21 +70,21 @@ def target_size(
 
 
 class _Claims:
-    """What other leases and requests have and want on a device, beside one request.
+    """What other leases and requests have and want on a device, apart from one request.
 
-    Leases of higher priority, and among equals the earlier ones, go before the request; an elastic
-    lease that does not gives way to it at its checkpoint (`Dispatcher.keeps_at_checkpoint`).
+    Leases of higher priority, and among equals the earlier ones, precede the request. An elastic
+    lease that does not precede it gives way at its checkpoint (`Dispatcher.keeps_at_checkpoint`).
     """
 
     def __init__(self, cells: DeviceCells, request: Request, grant: Grant | None) -> None:
         self._cells = cells
         self._request = request
         self._grant = grant
-        #: SMs that classes of higher priority have or want.
+        #: The SMs that classes of higher priority have or want.
         self.taken = 0
-        #: SMs that leases keep in any case, and the least that those keep that can give way.
+        #: The SMs that leases keep in any case, and the least that leases which can give way keep.
         self.kept = self.given_way = 0
-        #: No other request or lease has or wants SMs.
+        #: Whether no other request or lease has or wants SMs.
         self.is_alone = True
 
     def add_grant(self, grant: Grant) -> None:

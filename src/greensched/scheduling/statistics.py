@@ -1,4 +1,4 @@
-"""What the scheduler and its classes have done so far."""
+"""Statistics of the scheduler and its classes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from greensched.scheduling.histogram import Durations
 class SchedulerStatistics:
     """Counts since the start, and the present state.
 
-    Every accepted request counts as `requested`, and is then `waiting`, `granted`, `expired` or
-    `cancelled` (also when the pool closes, or when it can never be granted any more). A request
-    that raised `QueueFull`, `WouldBlock` or `DeadlineImpossible` counts as `refused` alone.
+    Every accepted request counts as `requested`, and then as `waiting`, `granted`, `expired` or
+    `cancelled` (also if the pool closes, or if it can never be granted any more). A request
+    that raised `QueueFull`, `WouldBlock` or `DeadlineImpossible` counts only as `refused`.
 
     `sms_free` is what a request can get: the SMs of the largest partition that the free cells of a
-    device can form, summed over the devices. Free SMs that cannot be in it are not counted.
+    device can form, summed over the devices. Other free SMs do not count.
     """
 
     waiting: int
@@ -32,20 +32,20 @@ class SchedulerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatistics:
-    """What a class holds, and what it had.
+    """What a class holds and has used.
 
     Attributes:
-        sms: SMs it holds, including those of ended leases whose work is not done.
-        sms_lent: SMs of its reserve that other classes have borrowed.
-        waiting: its queued requests.
-        granted: its leases since the start.
-        sm_seconds: what its leases took so far, draining included.
-        is_shared: it is granted all SMs of a device, shared with other such classes.
-        reserve, weight: of its `ServiceClass`; SMs are whole cells.
-        cancelled, expired, refused: its requests that ended otherwise.
-        wait, use, drain: how long its requests waited for a grant; its leases lasted, from the
+        sms: The SMs that it holds, including those of ended leases whose work is not done.
+        sms_lent: The SMs of its reserve that other classes have borrowed.
+        waiting: The number of its queued requests.
+        granted: The number of its leases since the start.
+        sm_seconds: The SM-seconds of its leases so far, draining included.
+        is_shared: Whether it gets all SMs of a device, shared with other such classes.
+        reserve, weight: As in its `ServiceClass`, but with SMs of whole cells.
+        cancelled, expired, refused: The numbers of its requests with other outcomes.
+        wait, use, drain: How long its requests waited for a grant; its leases lasted, from the
             grant to the end of the block; and their work took after that. None unless
-            `Pool.time_leases` was called: counted since.
+            `Pool.time_leases` was called, since which they count.
     """
 
     sms: int

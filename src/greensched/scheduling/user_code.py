@@ -1,12 +1,12 @@
-"""The user's policies and duration curves inside decisions, and what they raise.
+"""Calls of the user's policies and duration curves inside decisions, and their exceptions.
 
-A decision has moved cells already when it calls one of them, and its caller holds a lock. So no
-exception leaves such a call: `defer` keeps it, and the decision goes on with a default. It is not
-logged there either, because a log handler is the user's code, too. `report` does both, once the
-decision is complete and no lock is held.
+When a decision calls one of them, it has already moved cells, and its caller holds a lock. So no
+exception leaves such a call: `defer` keeps it, and the decision continues with a default. It is not
+logged there either, because a log handler is the user's code, too. `report` raises or logs it once
+the decision is complete and no lock is held.
 
-The caller's lock is held meanwhile, and nothing changes: `call` tells that to what reads the state,
-so that a thread which the user's code waits for can have it.
+Meanwhile the caller's lock is held, and nothing changes. `call` notifies the readers of the state,
+so that a thread that the user's code waits for can read it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("greensched")
 
 
 class Deferred:
-    """An exception of the user's code, the thread that made the decision, and what to log."""
+    """An exception of the user's code, the thread of the decision, and what to log."""
 
     def __init__(
         self, thread: int, error: BaseException, message: str, args: tuple[object, ...]
@@ -35,27 +35,27 @@ class Deferred:
         self.args = args
 
 
-#: Of all pools: a request does not know its own, and each thread reports behind its decision.
+#: For all pools, because a request does not know its pool; each thread reports after its decision.
 deferred: Final[deque[Deferred]] = deque()
 
 
 def defer(error: BaseException, message: str, *args: object) -> None:
-    """Keep an exception for `report`: an `Exception` is logged, any other is raised there."""
+    """Keep an exception for `report`, which logs an `Exception` and raises any other."""
     deferred.append(Deferred(get_ident(), error, message, args))
 
 
 def report() -> None:
-    """Log what was deferred. Not under a lock.
+    """Log what was deferred. Not for use under a lock.
 
     Raises:
-        BaseException: the first `KeyboardInterrupt`, `SystemExit` or other exception that is no
-            `Exception`, of a decision of this thread.
+        BaseException: The first `KeyboardInterrupt`, `SystemExit` or other exception that is not
+            an `Exception`, from a decision of this thread.
     """
     interrupt: BaseException | None = None
     for _ in range(len(deferred)):
         try:
             one = deferred.popleft()
-        except IndexError:  # another thread reports at the same time
+        except IndexError:  # another thread has reported it
             break
         if isinstance(one.error, Exception):
             logger.error(one.message, *one.args, exc_info=one.error)
@@ -71,24 +71,24 @@ class Reader(Protocol):
     """Reads the state of a scheduler that has a lock."""
 
     def user_code_began(self) -> None:
-        """Be told that the user's code begins, perhaps in a decision of this reader's scheduler."""
+        """Notify that the user's code begins, perhaps in a decision of this reader's scheduler."""
 
     def user_code_ended(self) -> None:
-        """Be told that it has ended; return once nothing is read beside the lock any more."""
+        """Notify that it has ended. Return once no read outside the lock is in progress."""
 
 
-#: Of all pools, by `id`, each told on the thread of the decision.
+#: The readers of all pools, by `id`, which are notified on the decision's thread.
 _readers: Final[WeakValueDictionary[int, Reader]] = WeakValueDictionary()
 
 
 def add_reader(reader: Reader) -> None:
-    """Tell a reader, which is not kept alive, when the user's code begins and ends."""
+    """Notify a reader, which is not kept alive, when the user's code begins and ends."""
     _readers[id(reader)] = reader
 
 
 def call(function: Callable[[], T]) -> T:
     """Call the user's code inside a decision. It may raise anything."""
-    # Not `values()`: a pool that is made on another thread meanwhile would break the iteration.
+    # Not `values()`, because a pool made on another thread meanwhile would break the iteration.
     references = _readers.valuerefs()
     told = [reader for reference in references if (reader := reference()) is not None]
     for reader in told:
