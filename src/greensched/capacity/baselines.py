@@ -41,10 +41,10 @@ class StreamClient:
         machine.listen(device, service, self._ended)
 
     async def run(self, pieces: Pieces) -> None:
-        """Submit all pieces at once, or each when the one before has ended.
+        """Submit all pieces at once, or each when the previous one has ended.
 
-        The latter with priorities, of pieces that stand for many kernels: between two kernels of a
-        stream a GPU starts blocks that wait on another one, whatever its priority.
+        Pieces follow one another if streams have priorities and a piece stands for many kernels:
+        between two kernels of a stream, a GPU starts waiting blocks of any other stream.
         """
         for some in [(ns,) for ns in pieces] if self._in_turn else [pieces]:
             await self._submit(some)

@@ -233,7 +233,7 @@ class Buffer(BaseBuffer):
         self._add(stream, ticket, write=write)
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:
-        """Record that a bound launch uses it, in one or several arguments, until `unbind`."""
+        """Record that a bound launch uses the memory, in one or more arguments, until `unbind`."""
         for other, writes in tuple(self._bound.items()):
             if other.track is not bound.track and (write or writes):
                 other.share()

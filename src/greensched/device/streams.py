@@ -103,7 +103,7 @@ class Event(Uncopyable):
         )
 
     def close(self) -> None:
-        """Destroy it, whether or not its work is done. Idempotent; does not block."""
+        """Destroy the stream, whether or not its work is done. Idempotent; does not block."""
         if not self.is_closed:
             self.is_closed = True
             if self.context.is_closed:  # the context has destroyed the handle
@@ -254,7 +254,7 @@ class Stream(Uncopyable):
         _open(self, "stream").context.driver.synchronize_stream(self.handle)
 
     def close(self) -> None:
-        """Destroy it; its work continues. Idempotent. May block: not for an event-loop thread.
+        """Destroy the stream; its work continues. Idempotent. May block: not for event loops.
 
         In a partition's context the driver's stream stays, as libraries may remember its address.
         """

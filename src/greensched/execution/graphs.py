@@ -258,7 +258,7 @@ class _CapturedGraph:
                 self._driver.destroy_graph(self._driver.end_capture(stream))
 
     def close(self) -> None:
-        """Destroy it. No launch of it may be in progress."""
+        """Destroy the graph. No launch of it may be in progress."""
         self.is_closed, self._kept = True, None
         executable, self._executable = self._executable, None
         if executable is not None:

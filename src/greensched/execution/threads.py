@@ -23,7 +23,7 @@ Item = Callable[[], object]
 class WorkerThread:
     """A thread that runs items one after another. The first item starts it.
 
-    After each item the context that was current before it is current again, whatever it did.
+    After each item the context that was current before it is current again, whatever the item did.
 
     Args:
         driver: Starts the thread.

@@ -27,7 +27,7 @@ def stream(where: Partition | CallContext | None = None) -> Any:
 
     Raises:
         InvalidRequest: There is no partition or call, or the GPU is simulated.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     return cupy.cuda.Stream.from_external(call_context(where).stream)
 
@@ -48,7 +48,7 @@ def current(p: Partition, *arrays: Any) -> Iterator[Any]:
 
     Raises:
         InvalidRequest: The GPU is simulated, and CuPy cannot work on it.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = call_context(p)
     own = stream(call)

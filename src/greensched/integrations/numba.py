@@ -36,7 +36,7 @@ def on(where: Partition | CallContext | None = None) -> Iterator[Any]:
 
     Raises:
         InvalidRequest: There is no partition or call, or the GPU is simulated.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = call_context(where)
     with call.entered(), call.stream.context.primary.entered():

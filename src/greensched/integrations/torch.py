@@ -30,7 +30,7 @@ def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalS
 
     Raises:
         InvalidRequest: There is no partition or call, or the GPU is simulated.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = call_context(where)
     return torch.cuda.ExternalStream(call.stream.address, device=call.device_id)
@@ -54,7 +54,7 @@ def current(p: Partition, *tensors: torch.Tensor) -> Iterator[torch.cuda.Stream 
 
     Raises:
         InvalidRequest: torch's current stream is capturing.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = p.call
     with call.entered():
@@ -82,7 +82,7 @@ def take(p: Partition, *tensors: torch.Tensor) -> None:
     Raises:
         InvalidRequest: Tensors are given inside a block of `current` or a call, or the partition's
             stream is capturing.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = p.call
     if call.is_simulated:

@@ -23,7 +23,7 @@ def stream(where: Partition | CallContext | None = None) -> warp.Stream:
 
     Raises:
         InvalidRequest: There is no partition or call, or the GPU is simulated.
-        WouldBlock: as `Partition.stream`.
+        WouldBlock: As for `Partition.stream`.
     """
     call = call_context(where)
     device = warp.get_cuda_device(call.device_id)

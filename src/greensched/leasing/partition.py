@@ -563,8 +563,8 @@ class Partition(AsyncBlock):
     def keep_alive(self, *things: object) -> Job[None]:
         """Keep objects alive until the device has done the work submitted here so far.
 
-        For other libraries' arrays that work on `stream` uses: a library may reuse their memory as
-        soon as no reference is left. Returns at once; the job is done when that work is done.
+        For arrays of other libraries in work on `stream`: a library may reuse their memory
+        as soon as no reference is left. Returns at once; the job is done when that work is done.
         Cancelling a task that awaits the job changes nothing.
 
         Raises:

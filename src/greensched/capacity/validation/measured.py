@@ -107,7 +107,7 @@ class Row:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Read the figures that count: no inputs, and none whose interval is wider than a quarter."""
+    """Read the figures to compare: no inputs, and no interval wider than a quarter of its value."""
     return tuple(
         row
         for row in inputs_and_rows()

@@ -109,7 +109,7 @@ class Modules(Component):
         return tuple(layout)
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
-        """Return the device's limits, because a reference uses no registers."""
+        """Return the device's limits, because a reference implementation uses no registers."""
         self._kernel(kernel, "kernel_limits")
         facts = self.machine.device(device).model.facts(device)
         return KernelLimits(facts.max_threads_per_block, 0, 32, 0)

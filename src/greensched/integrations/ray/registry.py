@@ -32,7 +32,7 @@ class PoolRegistry:
     """The pools of a fleet: an actor for each, and a connection while it can be reached.
 
     Args:
-        name, make, pools, detached: as for `Fleet`.
+        name, make, pools, detached: As for `Fleet`.
         code: the functions of this program, by digest.
     """
 
