@@ -340,6 +340,19 @@ def test_closing_unloads_in_reverse(facts: DeviceFacts) -> None:
         loader.load(first)
 
 
+def test_a_kernel_is_refused_whose_loader_is_closed_meanwhile(
+    facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters are asked for without the lock: a close in between has unloaded the code."""
+    driver = FakeDriver()
+    loader = loader_of(driver, facts)
+    monkeypatch.setattr(driver, "kernel_layout", lambda _: loader.close())
+    kernel = Program(SOURCE).kernel("f")
+    with pytest.raises(Closed, match="the loader of kernels"):
+        loader.load(kernel)
+    assert loader.loaded(kernel) is None
+
+
 def test_closing_tries_every_library(facts: DeviceFacts) -> None:
     """A library that cannot be unloaded keeps no other from it; the first error is raised."""
     driver = FakeDriver()
