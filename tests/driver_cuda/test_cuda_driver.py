@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from greensched import errors
+from greensched.driver.cuda import memory as cuda_memory
 from greensched.driver.cuda.bindings import cuda
 from greensched.driver.interface import Driver
 from greensched.driver.types import CodeImage, StreamHandle
@@ -485,6 +486,24 @@ def test_pinned_memory_runs_out(driver: Driver, standin: Standin, primary: Any) 
     with pytest.raises(errors.OutOfMemory) as raised:
         driver.allocate_host(1024)
     assert raised.value.asked == 1024
+
+
+@pytest.mark.fault("S5")
+def test_memory_that_stays_registered_is_not_used_again(
+    driver: Driver, standin: Standin, primary: Any
+) -> None:
+    """Neither its address nor its end can be had: no later pinned memory is at that address."""
+    before = standin.injected()
+    standin.fail("cuMemHostGetDevicePointer:1:1,cuMemHostUnregister:1:1")
+    with pytest.raises(errors.CUDAError):
+        driver.allocate_host(4096)
+    assert standin.injected() == before + 2
+    several = [driver.allocate_host(4096) for _ in range(8)]
+    (left,) = set(cuda_memory._registered) - {each.address for each in several}
+    for each in several:
+        driver.free_host(each)
+    cuda.cuMemHostUnregister(left)
+    del cuda_memory._registered[left]
 
 
 # -- code ------------------------------------------------------------------------------------------

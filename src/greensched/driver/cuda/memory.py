@@ -129,13 +129,14 @@ class Memory(Driver):
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         call(cuda.cuMemHostRegister, address, size, _PORTABLE_DEVICEMAP, asked=nbytes)
+        _registered[address] = mapping  # no later mapping is at an address that stays registered
         try:
             device_address = int(call(cuda.cuMemHostGetDevicePointer, address, 0))
         except errors.GreenschedError:
             with contextlib.suppress(errors.GreenschedError):
                 call(cuda.cuMemHostUnregister, address)
+                del _registered[address]
             raise
-        _registered[address] = mapping
         return HostMemory(address, device_address, nbytes, memoryview(mapping))
 
     def free_host(self, memory: HostMemory) -> None:
