@@ -144,8 +144,9 @@ class WorkerCalls:
         try:
             if refused is not None:
                 raise refused
-            self._health.check()
             if calls:
+                if self._health.is_over:  # as `check`, without a call
+                    raise self._health.error()
                 with self._scope:
                     while calls:
                         before, ended = ended, calls.popleft()
