@@ -8,6 +8,7 @@ import pytest
 
 from greensched.capacity.baselines import Batched, Streams, baselines
 from greensched.capacity.engine import FUSED
+from greensched.capacity.host_costs import HostCost, HostCosts
 from greensched.capacity.latency_tables import CURVES
 from greensched.capacity.machine import KernelRun
 from greensched.capacity.run import Outcome, Scenario, alone, occupied, simulate
@@ -103,6 +104,21 @@ def test_runs_alone_wait_for_every_request() -> None:
     traffic = [Arrival(0.9, service="inference", cost=0.5)]
     (latency,) = alone(Alone(), scenario, traffic, 1)["inference"].samples["inference"].latency
     assert latency > 0.5
+
+
+@pytest.mark.parametrize("name", ["alone", "streams", "fifo"])
+def test_the_host_takes_its_time_for_each_launch_that_is_awaited(name: str) -> None:
+    """A request is later by it where a table of the host was given."""
+    host = HostCosts(awaited=HostCost(1000.0, 1000.0))
+    services = {"inference": REQUESTS["inference"]}
+    scenario = Scenario(gpus="h200", services=services, seconds=1.0)
+    traffic = [Arrival(0.5, service="inference", cost=0.0001)]
+    free, slow = (
+        simulate(strategy, each, traffic, 1).samples["inference"].latency[0]
+        for each in (scenario, replace(scenario, host=host))
+        for strategy in [baselines().get(name) or Alone()]
+    )
+    assert slow == pytest.approx(free + 0.001, rel=1e-3)
 
 
 @pytest.mark.parametrize("target_aware", [False, True])

@@ -50,6 +50,7 @@ class StreamClient:
             await self._submit(some)
 
     async def _submit(self, pieces: Pieces) -> None:
+        await self._machine.spend(self._machine.host.awaited)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._left.append((len(pieces), ended))
         for ns in pieces:

@@ -45,6 +45,7 @@ class HostCosts:
             way back of its result.
         launch: The extra time for each bound launch of a request.
         checkpoint: A checkpoint, from the end of the work before to the submission of the next.
+        awaited: A launch that is awaited: its submission, and the event loop's wake-up at its end.
     """
 
     start: HostCost = HostCost()
@@ -53,6 +54,7 @@ class HostCosts:
     request: HostCost = HostCost()
     launch: HostCost = HostCost()
     checkpoint: HostCost = HostCost()
+    awaited: HostCost = HostCost()
 
 
 #: A host whose operations take no time, because they were not measured.
@@ -81,13 +83,17 @@ H100_HOST = HostCosts(
 )
 
 
-#: The costs that a simulated strategy spends. A file's other costs are measured differently from
-#: those of the validation: its `submission`, for example, is the whole time of a bound launch.
-OF_FILES = ("lease", "checkpoint")
+#: The costs of a file by attribute, with the operations whose times they add up. A file's
+#: `submission` is not the attribute of that name: it is the whole time of a bound launch.
+OF_FILES = {
+    "lease": ("lease",),
+    "checkpoint": ("checkpoint",),
+    "awaited": ("submission", "wake"),
+}
 
 
 def load(path: Path) -> HostCosts:
-    """Read the costs of a lease and a checkpoint from a file of `greensched measure --host`.
+    """Read what a simulated strategy spends from a file of `greensched measure --host`.
 
     If the file has no host costs, return `NO_COSTS`.
 
@@ -98,9 +104,11 @@ def load(path: Path) -> HostCosts:
         given = json.loads(path.read_text()).get("host", {})
         return HostCosts(
             **{
-                name: HostCost(float(given[name]["p50_us"]), float(given[name]["p99_us"]))
-                for name in OF_FILES
-                if name in given
+                name: HostCost(
+                    *(sum(float(given[op][part]) for op in ops) for part in ("p50_us", "p99_us"))
+                )
+                for name, ops in OF_FILES.items()
+                if all(op in given for op in ops)
             }
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -91,6 +91,7 @@ class ElasticClient(ClassClient):
     async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
         """Run the pieces up to the next checkpoint; return the rest."""
         some = len(pieces) if self.whole else 1
+        await self._machine.spend(self._machine.host.awaited)
         await lease.launch(self._config, self._kernel, sum(pieces[:some]))
         return pieces[some:]
 
@@ -132,6 +133,7 @@ class SharedClient(ElasticClient):
         """Run the whole pass on a shared device, where no SMs can be given back in between."""
         if not lease.is_shared:
             return await super()._run_some(lease, pieces)
+        await self._machine.spend(self._machine.host.awaited)
         jobs = [lease.launch(self._config, self._kernel, ns) for ns in pieces]
         await jobs[-1]
         return ()

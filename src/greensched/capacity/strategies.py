@@ -107,12 +107,14 @@ class HeldLeaseClient:
         target_aware: bool = False,
     ) -> None:
         self.target_aware = target_aware
+        self._machine = machine
         self._bound: BoundLaunch = p.bind(
             machine.configs[service][device], machine.kernels[service], 0
         )
 
     async def run(self, pieces: Pieces) -> None:
         """Run a pass as one piece, which takes as long on SMs of its own."""
+        await self._machine.spend(self._machine.host.awaited)
         self._bound.set(0, sum(pieces))
         await self._bound.submit()
 
@@ -214,6 +216,7 @@ class LeaseClient:
             options = self.lease_options(sum(some))
             async with self._pool.partition(device=self._device, **options) as p:
                 await self._machine.spend(self._machine.host.lease)
+                await self._machine.spend(self._machine.host.awaited)
                 await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:
