@@ -98,6 +98,17 @@ def test_best_effort_counts_by_its_work() -> None:
     assert gated.samples["training"].done == pytest.approx(1 - asked, abs=0.15)
 
 
+def test_a_loop_on_sms_of_its_own_runs_in_longer_pieces() -> None:
+    """It does as much work as in its own pieces, which a table of the host's costs asks for."""
+    host = HostCosts(awaited=HostCost(0.001, 0.001))
+    done = []
+    for each in (HostCosts(), host):
+        scenario = Scenario(gpus="h200", services=REQUESTS, seconds=1.0, host=each)
+        outcome = simulate(Split(64), scenario, [], 1)
+        done.append(outcome.samples["training"].done)
+    assert done[0] == pytest.approx(done[1], abs=0.01)
+
+
 def test_runs_alone_wait_for_every_request() -> None:
     """Otherwise the longest of the last requests would be missing in the targets."""
     scenario = Scenario(gpus="h200", services=REQUESTS, seconds=1.0)

@@ -269,7 +269,6 @@ def baselines() -> dict[str, Strategy]:
 #: The swept parameter of a strategy and its values; each run reports the best. `blocks` is swept
 #: only with prompts and tokens, because no other class has blocks.
 SWEPT: dict[str, tuple[str, tuple[float, ...]]] = {
-    "priority": ("blocks", (1, 4, 16)),
     "mps": ("cap", (0.25, 0.5, 0.75)),
     "semaphore": ("permits", (2, 3, 4)),
     "gate": ("blocks", (1, 4, 16)),

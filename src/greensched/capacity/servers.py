@@ -22,6 +22,8 @@ from greensched.capacity.workload import ServiceProfile
 CHUNK = 2_048
 #: The weight of the newest prompt in the average stretch; about the last ten count.
 SMOOTHING = 0.1
+#: Seconds of a loop's work that run as one piece where only their sum counts.
+JOINED_S = 0.010
 
 
 @dataclass
@@ -155,7 +157,10 @@ class Loop(Server):
     async def serve(self) -> None:
         """Run pieces, and count the work."""
         piece = round(self.service.segment * 1e9)
-        pieces = [piece] * self.service.depth
+        number = self.service.depth
+        if getattr(self._client, "joins_pieces", False):
+            number = max(number, round(JOINED_S / self.service.segment))
+        pieces = [piece] * number
         while True:
             await self._run(pieces, [])
             self.samples.done += sum(pieces) / 1e9

@@ -48,9 +48,10 @@ class Client(Protocol):
     """Runs the work of one class on one device.
 
     A client may have more members: `target_aware` (its server schedules by targets, see
-    `servers.Prefill`), `blocks` (the segments of a pass, instead of the class's), `batching` (see
-    `engine`), `record_latency(seconds, weight)`, which is called with each latency, and `idle()`,
-    which is awaited when its server has no more work.
+    `servers.Prefill`), `joins_pieces` (pieces of a loop may run as one), `blocks` (the segments of
+    a pass, instead of the class's), `batching` (see `engine`), `record_latency(seconds, weight)`,
+    which is called with each latency, and `idle()`, which is awaited when its server has no more
+    work.
     """
 
     async def run(self, pieces: Pieces) -> None:
@@ -107,6 +108,8 @@ class HeldLeaseClient:
         target_aware: bool = False,
     ) -> None:
         self.target_aware = target_aware
+        #: On SMs of its own a loop takes as long in one piece as in many, but for the host's time.
+        self.joins_pieces = not machine.host.awaited.p50_us
         self._machine = machine
         self._bound: BoundLaunch = p.bind(
             machine.configs[service][device], machine.kernels[service], 0
