@@ -188,7 +188,8 @@ class Execution:
             self.now, _, task = heapq.heappop(self._events)
             if self.now > HORIZON + DRAIN:
                 raise Locked(f"not done after {DRAIN} s: {self.waiting}")
-            if self.waiting and self.now - last_tick > 0.05:
+            due = min(last_tick + 0.05, self.scheduler.next_deadline() or math.inf)
+            if self.waiting and self.now >= due:
                 last_tick = self.now
                 self._granted(self.scheduler.tick(self.now)[0])
             if task.grant is None:

@@ -298,6 +298,19 @@ def test_who_was_admitted_is_not_made_late() -> None:
     assert ask(scheduler, 0.0, ALL, duration=0.05, deadline=0.16).state is GrantState.QUEUED
 
 
+def test_a_request_goes_behind_others_when_it_becomes_late() -> None:
+    """`next_deadline` says when: what was kept from the others until then is granted."""
+    scheduler = make(ServiceClass("a", latency=0.05), policy=Deadline())
+    ask(scheduler, 0.0, 16, "a")
+    late = ask(scheduler, 0.0, 32, "a")
+    other = ask(scheduler, 0.03, 8, "a")
+    assert scheduler.next_deadline() == 0.05
+    assert scheduler.tick(0.04) == ([], [])
+    assert scheduler.tick(0.05) == ([other], [])
+    assert late.state is GrantState.QUEUED
+    assert scheduler.next_deadline() is None
+
+
 def test_who_is_late_can_be_let_in_behind_others() -> None:
     """A class that says so has its late requests queued, after those that can be in time."""
     scheduler = make(ServiceClass("a", latency=0.1, on_late="best_effort"), policy=Deadline())

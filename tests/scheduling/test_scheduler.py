@@ -8,12 +8,12 @@ import pytest
 
 from greensched.errors import InvalidRequest, QueueFull, TooManySMs, WouldBlock, WouldDeadlock
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.class_state import ClassState
+from greensched.scheduling.class_state import UNKNOWN_LEASE, ClassState
 from greensched.scheduling.policy import Fifo, Policy, RequestView, policy_named
 from greensched.scheduling.queue import validate_bound
 from greensched.scheduling.request_line import STALE_LEAST
 from greensched.scheduling.requests import Grant, GrantState, Request
-from greensched.scheduling.scheduler import UNKNOWN_LEASE, Scheduler
+from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import DEFAULT_CLASS, ServiceClass
 from greensched.typing import ALL, REST, Size
 

@@ -346,8 +346,19 @@ class ServiceMachine(RuleBasedStateMachine):
         kept = self.scheduler.queue.reservation
         for request in self.waiting:
             for device in request.devices:
-                if kept is None or kept[0] is request or kept[1] != device:
+                is_kept = kept is not None and kept[0] is not request and kept[1] == device
+                if not is_kept and not self.gives_way_at_once(request, device):
                     assert not self.naive.could_be_granted(request, device)
+
+    def gives_way_at_once(self, request: Request, device: int) -> bool:
+        """A lease that is not known to end does not overtake a request of a higher class."""
+        if request.duration is not None or not request.is_elastic:
+            return False
+        priority = request.class_state.priority
+        return any(
+            device in other.devices and other.class_state.priority > priority
+            for other in self.waiting
+        )
 
     def teardown(self) -> None:
         """When everybody has left, nothing is left of them."""

@@ -183,6 +183,51 @@ def test_what_ends_before_a_higher_lease_does_is_let_past_a_kept_device() -> Non
     assert not late.grants
 
 
+def test_what_comes_to_a_checkpoint_in_time_is_let_past_a_kept_device() -> None:
+    """A lease that gives way before the first request can begin does not delay it.
+
+    Until a class has come to a checkpoint, 20 ms are assumed.
+    """
+    loops = [ServiceClass("slow", checkpoint_interval=0.2), ServiceClass("fast")]
+    scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10, services=loops)
+    (held,) = scheduler.request(0.0, (SizeRange(64, 64),), service="slow", duration=0.1).grants
+    first = scheduler.request(0.0, (SizeRange(128, 128),), service="slow")
+    slow = scheduler.request(0.05, (SizeRange(8, 16),), service="slow")
+    (fast,) = scheduler.request(0.05, (SizeRange(8, 16),), service="fast").grants
+    assert not slow.grants
+    assert scheduler.drained(0.1, held) == []
+    assert scheduler.checkpoint(0.1, fast) == [first]
+    assert fast.over
+
+
+def test_a_lease_without_an_end_does_not_overtake_a_higher_class() -> None:
+    """It would give way at its first checkpoint, and hold until then what the other waits for."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
+    (held,) = scheduler.request(0.0, (SizeRange(64, 64),), service="high").grants
+    high = scheduler.request(0.0, (SizeRange(72, 72),), service="high")
+    low = scheduler.request(0.0, (SizeRange(64, 72),), service="low")
+    same = scheduler.request(0.0, (SizeRange(8, 16),), service="high")
+    short = scheduler.request(0.0, (SizeRange(8, 8),), service="low")
+    assert (len(low.grants), len(same.grants), len(short.grants)) == (0, 1, 1)
+    assert scheduler.drained(0.001, held) == [high]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_a_checkpoint_gives_back_stays_free_for_what_waits(policy: str) -> None:
+    """Two leases give back what is above their least, and neither takes it up again."""
+    scheduler = Scheduler([EIGHTS], POLICIES[policy](), 10, services=THREE)
+    leases = []
+    for _ in range(2):
+        leases += scheduler.request(0.0, (SizeRange(24, 64),), service="low").grants
+    waits = scheduler.request(0.0, (SizeRange(72, 72),), service="low")
+    assert scheduler.checkpoint(0.001, leases[0]) == []
+    assert scheduler.checkpoint(0.002, leases[1]) == [waits]
+    assert leases[0].sms == 24
+    assert scheduler.drained(0.003, waits.grants[0]) == []
+    scheduler.checkpoint(0.004, leases[0])
+    assert leases[0].sms > 24
+
+
 def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
     """A holder with two leases, or one that waits for its own, keeps what it has."""
     scheduler = Scheduler([EIGHTS], POLICIES["fifo"](), 10, services=[ServiceClass("one")])

@@ -18,6 +18,8 @@ SMOOTHING: Final = 0.1
 #: than `SHORTER` of what was expected.
 PROBE_AFTER, PROBE_MOST = 8, 1024
 SHORTER = 0.8
+#: Seconds that a lease is assumed to take while nothing is known: about one job, as in `Fifo`.
+UNKNOWN_LEASE: Final = 0.020
 #: Seconds in which half of what a class took longer than it declared is forgotten: some hundred
 #: leases, so a class that was slow once may borrow again within a minute.
 HALF_LIFE = 10.0

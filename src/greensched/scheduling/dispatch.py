@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Sequence
 
 from greensched.errors import DeadlineExceeded, TooManySMs
 from greensched.scheduling import shared_grants, sizing
 from greensched.scheduling.allocator import SMAllocator
+from greensched.scheduling.class_state import UNKNOWN_LEASE
 from greensched.scheduling.giving_way import kept_at_checkpoint
-from greensched.scheduling.policy import Deadline, GuardedPolicy
+from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
 from greensched.scheduling.requests import GONE, GRANTED, Grant, Request, by_order
@@ -39,6 +41,8 @@ class Dispatcher:
         self.reused: dict[Grant, None] = {}
         #: A request may be granted because of what this dispatch did: go through the queue again.
         self._again = False
+        #: The first request that does not fit in this decision, and the device it is to have.
+        self._first: Reservation | None = None
 
     # -- granting one request --------------------------------------------------------------------
 
@@ -107,13 +111,8 @@ class Dispatcher:
 
     def _try(self, request: Request, now: float) -> bool:
         """Grant a request where it may be granted now."""
-        reservation = self.queue.reservation
-        if (
-            reservation is None
-            or reservation.request is request
-            or reservation.device not in request.devices
-            or reservation.device in request.held_devices  # else each would wait for the other
-        ):
+        reservation = self._kept_from(request)
+        if reservation is None:
             return self.grant(request, request.devices, now)
         if len(request.devices) > 1:
             others = [device for device in request.devices if device != reservation.device]
@@ -124,21 +123,50 @@ class Dispatcher:
     def _backfill(self, request: Request, reservation: Reservation, now: float) -> bool:
         """Grant a request on the device that is kept for another.
 
-        From its own reserve, or where it is known to end before the other could begin.
+        From its own reserve, or where it ends or gives way before the other could begin.
         """
-        allocator, (first, device), state = self.allocator, reservation, request.class_state
-        if request.duration is None and not state.reserve_cells:
-            return False
-        own = allocator.reservations[device].reserved_free(state)
+        allocator, (first, device) = self.allocator, reservation
+        own = allocator.reservations[device].reserved_free(request.class_state)
         if own and self.grant(request, (device,), now, own):
             return True
-        seconds = request.seconds(self.asked(request))
-        if seconds is None:
-            return False
-        ends = now + seconds * state.overrun_factor
-        if ends > allocator.free_at(device, first, now):
+        seconds = self._seconds_kept(request, first)
+        if seconds == math.inf or now + seconds > allocator.free_at(device, first, now):
             return False
         return self.grant(request, (device,), now)
+
+    def _kept_from(self, request: Request) -> Reservation | None:
+        """Return the device that is kept for another request, if this one may not have it.
+
+        Until the first request has aged, that holds for leases of lower classes that are not known
+        to end: each would give way to it at a checkpoint.
+        """
+        reservation, state = self.queue.reservation, request.class_state
+        if reservation is None:
+            reservation = self._first
+            if reservation is None or request.duration is not None or not request.is_elastic:
+                return None
+            if state.priority >= reservation.request.class_state.priority:
+                return None
+        first, device = reservation
+        if request is first or device not in request.devices:
+            return None
+        # Each would wait for the other where its own holder has grants there.
+        return None if device in request.held_devices else reservation
+
+    def _seconds_kept(self, request: Request, first: Request) -> float:
+        """Return the seconds until a request, if granted, leaves its SMs to another.
+
+        At its end, or at its first checkpoint if it gives way there; infinite: not known.
+        """
+        state, seconds = request.class_state, math.inf
+        if request.duration is not None:
+            known = request.seconds(self.asked(request))
+            seconds = math.inf if known is None else known * state.overrun_factor
+        is_higher = state.priority > first.class_state.priority
+        if not request.is_elastic or request.held_devices or (is_higher and seconds < math.inf):
+            return seconds
+        interval = state.longest_interval()
+        return min(seconds, UNKNOWN_LEASE if interval == math.inf else interval)
 
     def try_ahead_of_queue(self, request: Request, line: RequestLine | None, now: float) -> bool:
         """Grant a new request before those that wait, where it may be.
@@ -147,11 +175,12 @@ class Dispatcher:
         another in its line.
         """
         queue, before = self.queue, line.first() if line is not None else None
+        self._first = None
         if self.allocator.is_limited:
             self._drop_limited_reservation()
         if queue.reservation is None:
             is_alone = len(queue.lines) == 1 and not self.allocator.is_limited
-            first = before if before is not None and is_alone else self._first()
+            first = before if before is not None and is_alone else self.first_waiting()
             if first is not None:
                 self._reserve(first, now)
         if before is None:
@@ -168,7 +197,7 @@ class Dispatcher:
             return granted
         while (late := self.queue.expired(now)) is not None:  # no tick came since: not granted now
             self._expire(late)
-        if type(self.policy.policy) is Deadline:
+        if self.queue.puts_late_behind:
             self._put_late_behind(now)
         allocator, self._again = self.allocator, True
         while self._again:  # a class with a reserve that waits no more lends again
@@ -193,12 +222,13 @@ class Dispatcher:
         """Let late requests go behind those of their priority that may be in time."""
         for first in self.queue.firsts():
             late: Request | None = first
-            while late is not None and late.due is not None and late.due < now:
+            while late is not None and late.due is not None and late.due <= now:
                 self.queue.put_behind(late)
                 late = late.line.first()
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         most, reservation = self.allocator.most_free(), self.queue.reservation
+        self._first = None
         if reservation is not None:
             if self._attempt(reservation.request, most, now):
                 most = self._take(reservation.request, granted)
@@ -242,7 +272,8 @@ class Dispatcher:
             else:
                 most = self._take(request, granted)
                 # What the others should have, or when the first could begin, depends on this grant.
-                self._again |= is_refused and (is_sized or queue.reservation is not None)
+                is_kept = queue.reservation is not None or self._first is not None
+                self._again |= is_refused and (is_sized or is_kept)
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out are not any more
                     return
@@ -302,9 +333,9 @@ class Dispatcher:
         reservation = self.queue.reservation
         assert reservation is not None
         first, device = reservation
-        if request is first or request.devices != (device,) or request.duration is not None:
+        if request is first or request.devices != (device,) or device in request.held_devices:
             return False
-        if device in request.held_devices:
+        if self._seconds_kept(request, first) < math.inf:
             return False
         if self.allocator.reservations[device].reserved_free(request.class_state):
             return False
@@ -324,7 +355,7 @@ class Dispatcher:
                 self.reject(request)
             return True
         if self.queue.reservation is None:
-            first = self._first() if request.gave_way else request
+            first = self.first_waiting() if request.gave_way else request
             if first is not None:
                 self._reserve(first, now)
         return False
@@ -374,12 +405,14 @@ class Dispatcher:
     # -- a device kept for one request -----------------------------------------------------------
 
     def _reserve(self, first: Request, now: float) -> None:
-        """Keep a device for the first request that does not fit, once it has aged."""
-        if first.missing_executors or self.policy.may_overtake(first, now):
+        """Keep a device for the first request that does not fit: from all once it has aged."""
+        if first.missing_executors:
             return
         is_only = len(first.devices) == 1
         device = first.devices[0] if is_only else self._best_device(first)
-        self.queue.reservation = Reservation(first, device)
+        self._first = Reservation(first, device)
+        if not self.policy.may_overtake(first, now):
+            self.queue.reservation = self._first
 
     def _best_device(self, first: Request) -> int:
         """Choose the device to keep: not one where only what its own holder has is in the way."""
@@ -395,7 +428,7 @@ class Dispatcher:
         if reservation is not None and self._is_limited(reservation.request):
             self.queue.reservation = None
 
-    def _first(self) -> Request | None:
+    def first_waiting(self) -> Request | None:
         """Return the first request that waits for cells, and not for the limits of its class."""
         queue = self.queue
         places = [queue.place(x) for x in queue.firsts() if not self._is_limited(x)]
@@ -417,7 +450,7 @@ class Dispatcher:
         queue, device = self.queue, grant.device
         if not queue.waiting:
             return None
-        request = self._first() if queue.reservation is None else queue.reservation.request
+        request = self.first_waiting() if queue.reservation is None else queue.reservation.request
         if queue.reservation is not None and queue.reservation.device != device:
             return None
         if request is None or request.missing_executors or device not in request.devices:
@@ -426,6 +459,16 @@ class Dispatcher:
         is_own = grant.holder is not None and request.holder == grant.holder
         may_wait = not is_higher and self.policy.may_overtake(request, now)
         return None if is_own or may_wait or self._holds_more(grant) else request
+
+    def is_wanted(self, grant: Grant) -> bool:
+        """Return whether what is free on the device of an elastic lease is for others."""
+        queue, device = self.queue, grant.device
+        if queue.reservation is not None:
+            return queue.reservation.device == device
+        first = self.first_waiting() if queue.waiting else None
+        if first is None or first.missing_executors or device not in first.devices:
+            return False
+        return grant.holder is None or first.holder != grant.holder
 
     def keeps_at_checkpoint(self, request: Request, grant: Grant, now: float) -> int | None:
         """Return the SMs that an elastic lease keeps for a request that goes before it.

@@ -10,7 +10,7 @@ from greensched.scheduling.cells import DeviceCells
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.deadline_ledger import PackedWork, Packing
 from greensched.scheduling.fair_queueing import VirtualTime
-from greensched.scheduling.policy import GuardedPolicy
+from greensched.scheduling.policy import Deadline, GuardedPolicy
 from greensched.scheduling.request_line import LazyHeap, RequestLine, deadline_key
 from greensched.scheduling.requests import QUEUED, Request, by_order
 
@@ -58,6 +58,8 @@ class RequestQueue:
     def set_policy(self, policy: GuardedPolicy) -> None:
         """Use another policy. The caller then calls `requeue` if requests wait."""
         self.policy = policy
+        #: Late requests go behind others: only the built-in policy is known to rank them so.
+        self.puts_late_behind = type(policy.policy) is Deadline
         self.ledgers.clear()
         self._buckets.clear()
 
@@ -219,6 +221,12 @@ class RequestQueue:
         """Return the earliest deadline of a queued request."""
         first = self._deadlines.first()
         return None if first is None else first.deadline
+
+    def late_at(self) -> float | None:
+        """Return when a request becomes late, by a policy that puts it behind others then."""
+        if not self.puts_late_behind or not self.waiting:
+            return None
+        return min([one.due for one in self.firsts() if one.due is not None], default=None)
 
     def expired(self, now: float) -> Request | None:
         """Return a queued request whose deadline has passed, or None."""

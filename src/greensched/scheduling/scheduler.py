@@ -15,8 +15,9 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 5. The first request of all that does not fit lets others overtake as long as the policy says. Then
    one device is kept for it: it goes first, and nothing else is granted there, whatever its rank,
    until the request is granted or gone. Exceptions: a class has what is free of its reserve, a
-   request that is known to end before the first could begin (backfill) is granted, and so is one
-   whose holder has grants there, which may not end before.
+   request that ends or gives way before the first could begin (backfill) is granted, and so is one
+   whose holder has grants there, which may not end before. An elastic request of unknown duration
+   does not overtake a first request of a higher class, even before that has aged.
    No device is kept for a request that could not be granted even then, because the rules of its
    class, or the duration of its leases, have changed: once it has aged, or nothing is held, it is
    `rejected`.
@@ -38,7 +39,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Final
 
 from greensched.errors import (
     InvalidRequest,
@@ -49,7 +49,7 @@ from greensched.errors import (
 from greensched.scheduling import shared_grants
 from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.class_state import SMOOTHING, ClassState
+from greensched.scheduling.class_state import SMOOTHING, UNKNOWN_LEASE, ClassState
 from greensched.scheduling.dispatch import Dispatcher
 from greensched.scheduling.histogram import SHORTEST, Durations, durations
 from greensched.scheduling.lateness import Lateness
@@ -68,9 +68,6 @@ from greensched.scheduling.requests import (
 from greensched.scheduling.services import ServiceClass
 from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
 from greensched.typing import ALL
-
-#: Seconds that a lease is assumed to take while nothing is known: about one job, as in `Fifo`.
-UNKNOWN_LEASE: Final = 0.020
 
 
 class Scheduler:
@@ -378,8 +375,7 @@ class Scheduler:
                 self._resize(grant, least, least)
             if grant.mask != before:
                 granted = self.dispatcher.dispatch(now)
-        is_kept = first is not None and first.state is QUEUED  # what is free is for that
-        if self._takes_up(grant, now) and not is_kept:
+        if self._takes_up(grant, now):
             held = grant.mask
             parts, target = grant.request.parts, grant.request.target
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
@@ -460,14 +456,10 @@ class Scheduler:
 
     def _takes_up(self, grant: Grant, now: float) -> bool:
         """Return whether an elastic grant may take up idle cells."""
-        if self._is_reserved(grant.device) or grant.sms >= grant.request.target[0].most:
+        if grant.sms >= grant.request.target[0].most or self.dispatcher.is_wanted(grant):
             return False
         is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
         return not is_leaving and grant.class_state.is_within_quota(now)
-
-    def _is_reserved(self, device: int) -> bool:
-        reservation = self.queue.reservation
-        return reservation is not None and reservation.device == device
 
     def _need(self, device: int, mask: int) -> None:
         """Note cells that need an executor; 0: none."""
@@ -563,6 +555,8 @@ class Scheduler:
         expired: list[Request] = []
         may_grant = any(state.is_within_quota(now) for state in self._over_quota())
         may_grant |= queue.waiting > 0 and self.is_idle
+        late_at = queue.late_at()
+        may_grant |= late_at is not None and late_at <= now
         while len(expired) != most and (request := queue.expired(now)) is not None:
             self._expired += 1
             request.class_state.expired += 1
@@ -572,8 +566,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do; None: never, as far as is known."""
-        deadline = self.queue.next_deadline()
-        times = [] if deadline is None else [deadline]
+        found = self.queue.next_deadline(), self.queue.late_at()
+        times = [at for at in found if at is not None]
         times += [state.refilled_at() for state in self._over_quota()]
         return min(times, default=None)
 
