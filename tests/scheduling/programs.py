@@ -296,7 +296,11 @@ def partitions(program: Program) -> dict[str, Outcome]:
 
 def draw(seed: int) -> Program:
     """Draw a program of three to six classes, at most 0.7 of the device busy with requests."""
-    rng = random.Random(seed)
+    return replace(draw_from(random.Random(seed)), seed=seed)
+
+
+def draw_from(rng: random.Random, *, most: int = 40) -> Program:
+    """Draw a program with at most so many requests of each class."""
     cells = rng.choice(DEVICES)
     number = rng.randint(3, 6)
     loops = rng.randint(0, 2)
@@ -326,15 +330,15 @@ def draw(seed: int) -> Program:
         while least > cells.size and curve.at(least - cells.size) < 2 * seconds:
             least -= cells.size
         least = rng.choice((size, least, cells.size if has_target else least))
-        most = max(size, useful if is_loop or rng.random() < 0.5 else size)
-        if is_loop and most == least:
-            most = cells.total
+        upto = max(size, useful if is_loop or rng.random() < 0.5 else size)
+        if is_loop and upto == least:
+            upto = cells.total
         if is_loop:
             at = [rng.uniform(0, 0.05) for _ in range(rng.randint(1, 2))]
         else:
             rate = load * cells.total / (size * seconds * pieces)
             at, t = [], 0.0
-            while (t := t + rng.expovariate(rate)) < HORIZON and len(at) < 40:
+            while (t := t + rng.expovariate(rate)) < HORIZON and len(at) < most:
                 at.append(t)
-        traffic.append(Traffic(rules, curve, pieces, size, least, most, tuple(at)))
-    return Program(cells, tuple(traffic), seed)
+        traffic.append(Traffic(rules, curve, pieces, size, least, upto, tuple(at)))
+    return Program(cells, tuple(traffic))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from greensched.scheduling.policy import POLICIES
 
 from .fuzz import faults
-from .programs import draw, partitions
+from .programs import draw, draw_from, partitions
 
 SEEDS = range(60)
 
@@ -19,6 +23,16 @@ def test_no_program_locks_or_starves(policy: str) -> None:
         program = draw(seed)
         found = faults(program, policy, partitions(program))
         assert not {"locked", "free", "starved"} & {*found}, seed
+
+
+@given(rng=st.randoms(use_true_random=False), policy=st.sampled_from(sorted(POLICIES)))
+@settings(max_examples=80)
+def test_no_small_program_is_worse_than_on_fixed_partitions(
+    rng: random.Random, policy: str
+) -> None:
+    """Nothing waits for what is free or far longer, and the highest class is in time as often."""
+    program = draw_from(rng, most=6)
+    assert faults(program, policy, partitions(program)) == []
 
 
 @pytest.mark.parametrize("seed", [661, 1336, 1470])
