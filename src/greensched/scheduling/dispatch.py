@@ -41,8 +41,10 @@ class Dispatcher:
         self.reused: dict[Grant, None] = {}
         #: A request may be granted because of what this dispatch did: go through the queue again.
         self._again = False
-        #: The first request that does not fit in this decision, and the device it is to have.
-        self._first: Reservation | None = None
+        #: The first request that does not fit in this decision.
+        self._first: Request | None = None
+        #: A request may not overtake that one, of a higher class.
+        self._is_held_back = False
 
     # -- granting one request --------------------------------------------------------------------
 
@@ -111,7 +113,8 @@ class Dispatcher:
 
     def _try(self, request: Request, now: float) -> bool:
         """Grant a request where it may be granted now."""
-        reservation = self._kept_from(request)
+        is_free = self._first is None and self.queue.reservation is None
+        reservation = None if is_free else self._kept_from(request)
         if reservation is None:
             return self.grant(request, request.devices, now)
         if len(request.devices) > 1:
@@ -125,8 +128,10 @@ class Dispatcher:
 
         From its own reserve, or where it ends or gives way before the other could begin.
         """
-        allocator, (first, device) = self.allocator, reservation
-        own = allocator.reservations[device].reserved_free(request.class_state)
+        allocator, (first, device), state = self.allocator, reservation, request.class_state
+        if request.duration is None and not (request.is_elastic or state.reserve_cells):
+            return False
+        own = allocator.reservations[device].reserved_free(state)
         if own and self.grant(request, (device,), now, own):
             return True
         seconds = self._seconds_kept(request, first)
@@ -140,13 +145,14 @@ class Dispatcher:
         Until the first request has aged, that holds for leases of lower classes that are not known
         to end: each would give way to it at a checkpoint.
         """
-        reservation, state = self.queue.reservation, request.class_state
+        reservation, waits = self.queue.reservation, self._first
         if reservation is None:
-            reservation = self._first
-            if reservation is None or request.duration is not None or not request.is_elastic:
+            if waits is None or request.duration is not None or not request.is_elastic:
                 return None
-            if state.priority >= reservation.request.class_state.priority:
+            if request.class_state.priority >= waits.class_state.priority:
                 return None
+            reservation = Reservation(waits, self._best_device(waits))
+            self._is_held_back = True
         first, device = reservation
         if request is first or device not in request.devices:
             return None
@@ -228,7 +234,7 @@ class Dispatcher:
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         most, reservation = self.allocator.most_free(), self.queue.reservation
-        self._first = None
+        self._first, self._is_held_back = None, False
         if reservation is not None:
             if self._attempt(reservation.request, most, now):
                 most = self._take(reservation.request, granted)
@@ -272,7 +278,7 @@ class Dispatcher:
             else:
                 most = self._take(request, granted)
                 # What the others should have, or when the first could begin, depends on this grant.
-                is_kept = queue.reservation is not None or self._first is not None
+                is_kept = queue.reservation is not None or self._is_held_back
                 self._again |= is_refused and (is_sized or is_kept)
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out are not any more
@@ -335,7 +341,7 @@ class Dispatcher:
         first, device = reservation
         if request is first or request.devices != (device,) or device in request.held_devices:
             return False
-        if self._seconds_kept(request, first) < math.inf:
+        if request.duration is not None or request.is_elastic:
             return False
         if self.allocator.reservations[device].reserved_free(request.class_state):
             return False
@@ -408,14 +414,14 @@ class Dispatcher:
         """Keep a device for the first request that does not fit: from all once it has aged."""
         if first.missing_executors:
             return
-        is_only = len(first.devices) == 1
-        device = first.devices[0] if is_only else self._best_device(first)
-        self._first = Reservation(first, device)
+        self._first = first
         if not self.policy.may_overtake(first, now):
-            self.queue.reservation = self._first
+            self.queue.reservation = Reservation(first, self._best_device(first))
 
     def _best_device(self, first: Request) -> int:
         """Choose the device to keep: not one where only what its own holder has is in the way."""
+        if len(first.devices) == 1:
+            return first.devices[0]
         held, allocator = self.held_by(first), self.allocator
         able: Sequence[int] = first.line.devices
         if held or allocator.is_limited:
