@@ -43,8 +43,8 @@ class Dispatcher:
         self._again = False
         #: The first request that does not fit in this decision.
         self._first: Request | None = None
-        #: A request may not overtake that one, of a higher class.
-        self._is_held_back = False
+        #: A request waits only because it may not overtake one of a higher class.
+        self.is_held_back = False
 
     # -- granting one request --------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Dispatcher:
             if request.class_state.priority >= waits.class_state.priority:
                 return None
             reservation = Reservation(waits, self._best_device(waits))
-            self._is_held_back = True
+            self.is_held_back = True
         first, device = reservation
         if request is first or device not in request.devices:
             return None
@@ -194,6 +194,16 @@ class Dispatcher:
         request.missing_executors = before.missing_executors
         return False
 
+    def may_change(self) -> bool:
+        """Return whether what waits may be granted for another reason than freed cells.
+
+        A policy that sizes, and what may pass a kept device or a first request, look at other
+        leases and requests.
+        """
+        if self.policy.size is not None or self.queue.reservation is not None:
+            return True
+        return self.is_held_back
+
     # -- going through the queue -----------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Request]:
@@ -234,7 +244,7 @@ class Dispatcher:
 
     def _dispatch_once(self, now: float, granted: list[Request]) -> None:
         most, reservation = self.allocator.most_free(), self.queue.reservation
-        self._first, self._is_held_back = None, False
+        self._first, self.is_held_back = None, False
         if reservation is not None:
             if self._attempt(reservation.request, most, now):
                 most = self._take(reservation.request, granted)
@@ -263,7 +273,7 @@ class Dispatcher:
         firsts = [x for x in queue.firsts() if not (is_reserved and self._is_kept_out(x))]
         places = [queue.place(request) for request in firsts]
         heapq.heapify(places)
-        is_sized, is_refused = self.policy.size is not None, False
+        is_refused = False
         moves = len(places)  # between two grants: the rank of a class may differ at each call
         while places and (most or may_share):
             request: Request = places[0][-1]
@@ -278,8 +288,7 @@ class Dispatcher:
             else:
                 most = self._take(request, granted)
                 # What the others should have, or when the first could begin, depends on this grant.
-                is_kept = queue.reservation is not None or self._is_held_back
-                self._again |= is_refused and (is_sized or is_kept)
+                self._again |= is_refused and self.may_change()
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out are not any more
                     return

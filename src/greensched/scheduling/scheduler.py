@@ -274,13 +274,11 @@ class Scheduler:
     def resized(self, request: Request) -> list[Request]:
         """Return the others that are granted because of a request just taken.
 
-        By a policy that sizes, they may need less. Where a device is kept for another request, that
-        may now begin later, which leaves time for more before it.
+        By a policy that sizes, they may need less. The first request may now begin later, which
+        leaves time for more before it.
         """
-        queue = self.queue
-        if queue.policy.size is None and queue.reservation is None:
-            return []
-        return self.dispatcher.dispatch(request.arrived)
+        dispatcher = self.dispatcher
+        return dispatcher.dispatch(request.arrived) if dispatcher.may_change() else []
 
     def cancel(self, now: float, request: Request) -> list[Request]:
         """Cancel a queued request. Return the requests that are granted because it left."""
@@ -296,8 +294,8 @@ class Scheduler:
     def _leave(self, request: Request) -> bool:
         """Take a request out of the queue; return whether others may be granted because of it."""
         request.state = GONE
-        was_reserved = self.queue.is_reserved_for(request)
-        return self.queue.remove(request) or was_reserved
+        was_first = self.queue.is_reserved_for(request) or self.dispatcher.is_held_back
+        return self.queue.remove(request) or was_first
 
     # -- grants ----------------------------------------------------------------------------------
 
@@ -359,9 +357,9 @@ class Scheduler:
             return []
         if allocator.may_share:
             self._need(grant.device, shared_grants.enter_or_leave(allocator, grant))
-        is_sized = self.queue.policy.size is not None  # what others should have may have changed
         if grant.is_shared or not grant.request.is_elastic:
-            return self.dispatcher.dispatch(now) if is_sized or grant.mask != before else []
+            is_changed = grant.mask != before or self.dispatcher.may_change()
+            return self.dispatcher.dispatch(now) if is_changed else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
         first, keeps = self.dispatcher.first_before(grant, now), None
         if first is not None and self._able(grant.request):  # else it could never go on
@@ -381,7 +379,7 @@ class Scheduler:
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
             if held & ~grant.mask:  # it moved, to have more
                 granted += self.dispatcher.dispatch(now)
-        if is_sized:
+        if self.dispatcher.may_change():
             granted += self.dispatcher.dispatch(now)
         return granted
 
