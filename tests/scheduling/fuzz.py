@@ -9,18 +9,21 @@ Each is compared with the same work on fixed partitions, first in, first out. Co
 - *free*: a request waits although the scheduler grants it when asked once more;
 - *starved*: a request waited longer than 0.3 s and twice as long as any on fixed partitions;
 - *below*: of the highest class with a target more than 2 %, and more than one request, fewer were
-  in time than on fixed partitions.
+  in time than on fixed partitions; *tied*, if another class has its priority.
 
-Not all of them are mended. At 981946e, under `fifo`, `fair`, `deadline` and `sized`, locked none:
+Not all of them are mended. Under `fifo`, `fair`, `deadline` and `sized`, locked and free none:
 
-| programs       | free       | starved    | below      |
+| programs       | starved    | below      | tied       |
 |----------------|------------|------------|------------|
-| 0 to 1499      | 0, 0, 0, 0 | 0, 0, 2, 2 | 8, 8, 8, 8 |
-| 20000 to 21499 | 0, 0, 0, 0 | 0, 0, 1, 2 | 3, 2, 2, 5 |
-| 40000 to 41499 | 0, 0, 1, 0 | 2, 2, 4, 1 | 6, 6, 3, 8 |
+| 0 to 399       | 0, 0, 0, 0 | 1, 1, 1, 0 | 1, 0, 0, 1 |
+| 50000 to 50399 | 0, 0, 0, 0 | 0, 0, 0, 1 | 0, 0, 0, 0 |
 
-Programs of the first two ranges were looked at while the scheduler was changed, of the third none.
-It exits with 1 on all but *below*.
+Programs to 49999 were looked at while the scheduler was changed, later ones never. Known to be left
+are, of the first 1500 and of 20000 to 21499: starved under `sized` 406 and 830, where many small
+leases of higher classes leave a large size rarely free; below under `sized` 590, 1382, 20196,
+20418, 20697 and 20908, under the others 346, 20315 and 20418; tied 162, 530 and 568.
+
+It exits with 1 on all but *below* and *tied*.
 """
 
 from __future__ import annotations
@@ -71,7 +74,10 @@ def faults(program: Program, policy: str, base: dict[str, Outcome]) -> list[str]
         name = program.highest.rules.name
         less = base[name].in_time - outcomes[name].in_time
         if less > max(1.0, 0.02 * base[name].requests):
-            found.append("below")
+            equal = [
+                x for x in program.traffic if x.rules.priority >= program.highest.rules.priority
+            ]
+            found.append("below" if len(equal) == 1 else "tied")
     return found
 
 
@@ -103,7 +109,7 @@ def main(argv: list[str]) -> int:
           f"{rate:.0f} programs/s")  # fmt: skip
     for (policy, fault), some in sorted(seeds.items()):
         print(f"  {policy} {fault}: {len(some)}, seeds {some[:SHOWN]}")
-    return int(any(fault != "below" for _, fault in seeds))
+    return int(any(fault not in {"below", "tied"} for _, fault in seeds))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_a_size_that_a_decision_about_others_changes_is_tried_again(seed: int) -
     assert "free" not in faults(program, "sized", partitions(program))
 
 
-@pytest.mark.parametrize("seed", [97, 275, 491, 20064, 21380])
+@pytest.mark.parametrize("seed", [97, 275, 337, 491, 20064, 21380])
 def test_a_grant_on_a_kept_device_leaves_no_request_waiting_for_what_is_free(seed: int) -> None:
     """An owner that takes its reserve changes when the first request may begin, or does not."""
     program = draw(seed)

@@ -14,7 +14,7 @@ from greensched.scheduling.giving_way import kept_at_checkpoint
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, GRANTED, Grant, Request, by_order
+from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Grant, Request, by_order
 
 
 class Dispatcher:
@@ -147,7 +147,9 @@ class Dispatcher:
         """
         reservation, waits = self.queue.reservation, self._first
         if reservation is None:
-            if waits is None or request.duration is not None or not request.is_elastic:
+            if request.duration is not None or not request.is_elastic:
+                return None
+            if waits is None or waits.state is not QUEUED:  # it was granted meanwhile
                 return None
             if request.class_state.priority >= waits.class_state.priority:
                 return None
