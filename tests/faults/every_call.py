@@ -444,6 +444,9 @@ def judge(item: pytest.Function, combination: Combination) -> str | None:
         for driver in backend._drivers:
             if isinstance(driver, SimulatedDriver):
                 driver.close()
+            else:  # the thread goes on to the next run
+                while driver.current() is not None:
+                    driver.pop_current()
         where = " < ".join([*run.failed[:1], *run.functions[:6]])
         del run, backend
         gc.collect()  # here, where what the test did not close warns of nothing
@@ -474,7 +477,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the scenarios: tests with a backend on a virtual clock, or on the stand-in."""
+    """Keep the scenarios: tests with a backend on a virtual clock, or with a pool on the stand-in.
+
+    A test without a pool that is interrupted may leave its contexts current, and the stand-in's
+    thread goes on to the next one.
+    """
     wanted = "virtual" if config.getoption("--driver") == "simulated" else "cuda"
     kept = [
         item
@@ -483,6 +490,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         and getattr(item, "callspec", None) is not None
         and item.callspec.params.get("backend", ("",))[0] == wanted
         and "backend" in item._fixtureinfo.argnames  # which a fixture cannot be given anew
+        and (wanted == "virtual" or _uses_pool(inspect.getsource(item.obj)))
         and "unraisablehook" not in inspect.getsource(item.obj)  # which is the plugin's
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
