@@ -150,7 +150,8 @@ class PoolConnection:
         if self.closed.done():
             return
         try:
-            reply = call.result()
+            sent = call.result()
+            reply = None if sent is None else protocol.unpack_reply(sent)
         except Exception as error:
             self.fail(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
             return
@@ -158,7 +159,7 @@ class PoolConnection:
             self._outbox += messages
             self.fail("its process was restarted, or it received nothing from here for too long")
         else:
-            self._receive(protocol.unpack_reply(reply))
+            self._receive(reply)
 
     def _receive(self, reply: ReplyBatch) -> None:
         self._calls -= 1
