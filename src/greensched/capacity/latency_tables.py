@@ -92,11 +92,11 @@ class SpeedupCurve:
         return ms[high - 1] + part * (ms[high] - ms[high - 1])
 
     def slowdown(self, sms: int, seconds: float = 0.0) -> float:
-        """Return how many times longer it takes than on the whole device.
+        """Return how many times longer a pass takes on so many SMs than on the whole device.
 
         Args:
-            sms: how many.
-            seconds: what the pass takes on the whole device; 0 for the largest.
+            sms: The number of SMs.
+            seconds: Its duration on the whole device; 0 for the largest.
         """
         if seconds and self.by_size:
             return self._slowdown_of(sms, seconds)

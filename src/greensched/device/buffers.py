@@ -437,7 +437,7 @@ class PinnedBuffer(BaseBuffer):
         self._uses[stream] = ticket
 
     def bind(self, bound: BoundUser, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
-        """Record that a bound launch uses it until `unbind`."""
+        """Record that a bound launch uses the memory until `unbind`."""
         self._bound[bound] = None
 
     def unbind(self, bound: BoundUser, ticket: int) -> None:

@@ -58,7 +58,7 @@ class BoundLaunch:
     `bound()` launches at once and without a ticket, so only later work of the partition shows when
     it is done. `bound.submit()` launches and returns a `Job`.
 
-    A checkpoint that moves the partition moves it, too, with its argument values.
+    A checkpoint that moves the partition moves the bound launch, too, with its argument values.
 
     Another library's array is ordered after its producer only once, when it is bound or set; the
     user must order later writes elsewhere. The array is kept alive until the block ends.
