@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a service class: what it holds, and what was measured."""
+"""The scheduler's record of a service class: what it holds, and what was measured."""
 
 from __future__ import annotations
 
@@ -10,73 +10,73 @@ from greensched.scheduling.latency_margin import LatencyMargin
 from greensched.scheduling.services import NO_CAP, ServiceClass
 from greensched.typing import NamedSize
 
-#: Weight of the newest sample in a smoothed value: about the last ten samples count.
+#: The weight of the newest sample in a smoothed value; about the last ten samples count.
 SMOOTHING: Final = 0.1
 
-#: Of so many requests of a class that would be late, the last is admitted, to find out whether its
-#: durations are right; then of twice as many each time, up to the most, until a lease takes less
-#: than `SHORTER` of what was expected.
+#: Of so many requests of a class that would be late, the last one is admitted, to test the class's
+#: durations. The number then doubles each time, up to the maximum, until a lease takes less
+#: than `SHORTER` of its expected duration.
 PROBE_AFTER, PROBE_MOST = 8, 1024
 SHORTER = 0.8
-#: Seconds that a lease is assumed to take while nothing is known: about one job, as in `Fifo`.
+#: The assumed seconds of a lease while nothing is known: about one job, as in `Fifo`.
 UNKNOWN_LEASE: Final = 0.020
-#: Seconds in which half of what a class took longer than it declared is forgotten: some hundred
-#: leases, so a class that was slow once may borrow again within a minute.
+#: Seconds in which half of a class's overruns is forgotten: some hundred leases, so that a class
+#: that was slow once may borrow again within a minute.
 HALF_LIFE = 10.0
 
-#: Seconds of its quota that a class may save up: two leases of middling length, so that a class
+#: Seconds of its quota that a class may save up: two leases of medium length, so that a class
 #: within its quota rarely waits because of it.
 QUOTA_WINDOW = 1.0
 
 
 class ClassState:
-    """The state of one class. All requests without a class belong to one state, named ""."""
+    """The state of one class. All requests without a class share one state, named ""."""
 
     def __init__(self, rules: ServiceClass) -> None:
-        #: SMs it holds, draining ones included.
+        #: The SMs that it holds, including draining ones.
         self.sms = 0
-        #: Cells it holds on the device of its reserve, and how many of them are borrowed.
+        #: The cells that it holds on the device of its reserve, and how many of these are borrowed.
         self.cells = self.borrowed = 0
-        #: Cells of its reserve that are lent, and those that are free and kept for it.
+        #: The cells of its reserve that are lent, and the free ones that are kept for it.
         self.lent = self.reserved_free = 0
         #: Its elastic grants there that have less than they may have.
         self.short = 0
-        #: Its queued requests.
+        #: The number of its queued requests.
         self.waiting = 0
-        #: Fair queueing: where its last grant starts and ends in virtual time, and where its next
-        #: one starts, as last computed.
+        #: Fair queueing: where its last grant begins and ends in virtual time, and where its next
+        #: one begins, as last computed.
         self.start = self.finish = self.tag = 0.0
-        #: SM-seconds of its leases that are over, and the number of its leases.
+        #: The SM-seconds of its ended leases, and the number of its leases.
         self.sm_time = 0.0
         self.granted = 0
-        #: Its requests that ended otherwise.
+        #: Its requests with other outcomes.
         self.cancelled = self.expired = self.refused = 0
-        #: Where leases are timed: how long its requests waited, its leases lasted, and its work
-        #: took after the end of a lease. A lease on a suspended grant did not wait, and is not in
+        #: If leases are timed: how long its requests waited, its leases lasted, and its work took
+        #: after the end of a lease. A lease on a suspended grant did not wait, and is not in
         #: `wait`; one whose grant is then suspended did not drain, and is not in `drain`.
         self.wait, self.use, self.drain = Histogram(), Histogram(), Histogram()
-        #: Leases granted before that.
+        #: The leases granted before leases were timed.
         self.untimed = 0
-        #: Seconds of a lease: the mean, and the longest of late; the longest time of late between
-        #: two checkpoints.
+        #: In seconds: the mean duration of a lease, the recent longest, and the recent longest time
+        #: between two checkpoints.
         self.mean_duration = self.longest_duration = self.checkpoint_interval = 0.0
-        #: How much longer than their known duration its leases took of late; at least 1.
+        #: By what factor its recent leases exceeded their known durations, at least 1.
         self.overrun_factor = 1.0
-        #: What its leases took, as a part of what was expected; 1 at most.
+        #: The duration of its leases as a fraction of what was expected, at most 1.
         self.duration_ratio = 1.0
         self._refusals, self._probe_after = 0, PROBE_AFTER
         self._healed = 0.0
-        #: SM-seconds left of its quota, and when they were last computed.
+        #: The SM-seconds left of its quota, and when they were last computed.
         self.tokens, self.refilled = math.inf, 0.0
-        #: The latencies come from `Pool.observe`; else those of its leases count.
+        #: Whether latencies come from `Pool.observe`; otherwise those of its leases count.
         self.reports_latency = False
         self.margin = LatencyMargin()
-        #: The cells of its reserve, and the device they are on; `place_reserves` sets both.
+        #: The cells of its reserve, and their device; set by `place_reserves`.
         self.reserve_cells, self.home = 0, 0
         self.set_rules(rules)
 
     def set_rules(self, rules: ServiceClass) -> None:
-        """Apply other rules from now on; the class keeps what it holds."""
+        """Apply other rules from now on. The class keeps what it holds."""
         self.rules = rules
         self.priority = rules.priority
         self.weight = rules.weight
@@ -85,7 +85,7 @@ class ClassState:
         self.max_wait = rules.reserve_wait
         self.sizes = rules.sizes
         self.cap = NO_CAP if isinstance(rules.cap, NamedSize) else rules.cap
-        # Python's own numbers: the compiled build takes no others.
+        # Python's own numbers, because the compiled build accepts no others.
         self.latency = None if rules.latency is None else float(rules.latency)
         self.quota = None if rules.quota is None else float(rules.quota)
         self.max_waiting = math.inf if rules.max_waiting is None else rules.max_waiting
@@ -100,7 +100,7 @@ class ClassState:
         return self.rules.name
 
     def account(self, cells: int = 0, *, borrowed: int = 0, lent: int = 0) -> None:
-        """Count more cells on the device of its reserve, of them borrowed, and of it lent."""
+        """Add cells on the device of its reserve, with how many are borrowed and lent."""
         self.cells += cells
         self.borrowed += borrowed
         self.lent += lent
@@ -109,10 +109,10 @@ class ClassState:
 
     # -- what is measured --------------------------------------------------------------------------
 
-    # The longest values rise at once and fall slowly: promises are based on them.
+    # The longest values rise at once and fall slowly, because promises depend on them.
 
     def record_interval(self, seconds: float) -> None:
-        """Record a time between two checkpoints."""
+        """Record the time between two checkpoints."""
         old = self.checkpoint_interval
         self.checkpoint_interval = seconds if seconds > old else old + SMOOTHING * (seconds - old)
 
@@ -120,9 +120,9 @@ class ClassState:
         """Record a lease.
 
         Args:
-            seconds: how long it took.
-            last: the part of that after its last checkpoint.
-            duration: how long it was expected to take; None: not known.
+            seconds: How long the lease took.
+            last: How much of that came after its last checkpoint.
+            duration: The expected duration. None: unknown.
         """
         self.record_interval(last)
         old = self.longest_duration
@@ -140,7 +140,7 @@ class ClassState:
                 self._probe_after = PROBE_AFTER
 
     def is_probe(self) -> bool:
-        """Count a request that would be refused; return whether it is admitted as a probe."""
+        """Count a request that would be refused; say whether to admit it as a probe."""
         self._refusals += 1
         if self._refusals < self._probe_after:
             return False
@@ -148,7 +148,7 @@ class ClassState:
         return True
 
     def heal(self, now: float) -> None:
-        """Forget part of what it took longer than it declared, by the time that has passed."""
+        """Forget part of its overruns, according to the time that has passed."""
         kept = 0.5 ** max(0.0, (now - self._healed) / HALF_LIFE)
         self._healed = now
         self.overrun_factor = 1.0 + kept * (self.overrun_factor - 1.0)
@@ -165,13 +165,13 @@ class ClassState:
             self.margin.record(number, is_late=latency > self.latency)
 
     def longest_interval(self) -> float:
-        """Return the seconds until it gives a loan back; infinite: not known."""
+        """Return the seconds until it returns a loan; infinite if unknown."""
         return max(self.rules.checkpoint_interval or 0.0, self.checkpoint_interval) or math.inf
 
     def longest_lease(self, duration: float | None, *, is_elastic: bool) -> float:
-        """Return the seconds until a lease of it has ended; infinite: not known.
+        """Return the seconds until one of its leases has ended; infinite if unknown.
 
-        A lease of one size gives nothing back before its end, so the declared interval bounds it.
+        A lease of one size returns nothing before its end, so the declared interval bounds it.
         """
         if duration is not None:
             return duration * self.overrun_factor
@@ -181,7 +181,7 @@ class ClassState:
     # -- its quota ---------------------------------------------------------------------------------
 
     def is_within_quota(self, now: float) -> bool:
-        """Return whether its quota allows a grant now."""
+        """Say whether its quota allows a grant now."""
         if self.quota is None:
             return True
         most = self.quota * QUOTA_WINDOW

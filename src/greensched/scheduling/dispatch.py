@@ -1,4 +1,4 @@
-"""Dispatching: which queued requests are granted what is free, in the order of the policy."""
+"""Dispatching: which queued requests are granted free cells, in the order of the policy."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Grant, Request
 
 
 class Dispatcher:
-    """Grants requests. The rules are those of `Scheduler`.
+    """Grants requests, by the rules of `Scheduler`.
 
     Args:
-        queue: the requests that wait.
-        allocator: the cells.
-        policy: which requests may overtake, and how large an elastic grant is.
+        queue: The queued requests.
+        allocator: The cells.
+        policy: Decides which requests may overtake, and how large an elastic grant is.
     """
 
     def __init__(self, queue: RequestQueue, allocator: SMAllocator, policy: GuardedPolicy) -> None:
         self.queue = queue
         self.allocator = allocator
         self.policy = policy
-        #: (device, cells) that need an executor, since the pool last took them.
+        #: The (device, cells) that need an executor, since the pool last took them.
         self.missing_executors: dict[tuple[int, int], None] = {}
         #: Requests that can never be granted any more, or whose deadline passed before a decision,
-        #: and the error for each, since the pool last took them.
+        #: with an error each, since the pool last took them.
         self.rejected: list[tuple[Request, Exception]] = []
         self.granted = self.rejections = self.expired = 0
         self._held: dict[Hashable, list[Grant]] = {}
-        #: Grants that were suspended: their holders change too often to be kept in `_held`.
+        #: Grants that were suspended. Their holders change too often to be kept in `_held`.
         self.reused: dict[Grant, None] = {}
-        #: A request may be granted because of what this dispatch did: go through the queue again.
+        #: Whether a request may be granted because of this dispatch, which must then repeat.
         self._again = False
         #: The first request that does not fit in this decision.
         self._first: Request | None = None
@@ -51,7 +51,7 @@ class Dispatcher:
     def grant(
         self, request: Request, devices: Sequence[int], now: float, limit: int | None = None
     ) -> bool:
-        """Grant a request on the first of some devices on which it fits; `limit`: cells."""
+        """Grant a request on the first of some devices where it fits, within `limit` cells."""
         request.missing_executors = ()
         allocator, state = self.allocator, request.class_state
         if state.quota is not None and not state.is_within_quota(now):
@@ -83,7 +83,7 @@ class Dispatcher:
     def _find(
         self, request: Request, device: int, now: float, limit: int | None
     ) -> tuple[int, ...]:
-        """Return the cells to grant on a device; empty: the request does not fit."""
+        """Return the cells to grant on a device; empty if the request does not fit."""
         allocator, is_shared = self.allocator, False
         if allocator.may_share:
             is_shared = limit is None and shared_grants.can_share(allocator, request, device)
@@ -98,7 +98,7 @@ class Dispatcher:
     def set_target(
         self, request: Request, device: int, now: float, grant: Grant | None = None
     ) -> None:
-        """Ask the policy what an elastic request should have on a device now."""
+        """Set the size that an elastic request should have on a device now, by the policy."""
         size = self.policy.size
         if size is not None and request.is_elastic:
             is_aged = not self.policy.may_overtake(request, now)
@@ -112,7 +112,7 @@ class Dispatcher:
             )  # fmt: skip
 
     def _try(self, request: Request, now: float) -> bool:
-        """Grant a request where it may be granted now."""
+        """Grant a request if it may be granted now."""
         is_free = self._first is None and self.queue.reservation is None
         reservation = None if is_free else self._kept_from(request)
         if reservation is None:
@@ -124,9 +124,9 @@ class Dispatcher:
         return self._backfill(request, reservation, now)
 
     def _backfill(self, request: Request, reservation: Reservation, now: float) -> bool:
-        """Grant a request on the device that is kept for another.
+        """Grant a request on the device that is kept for another request.
 
-        From its own reserve, or where it ends or gives way before the other could begin.
+        It is granted from its own reserve, or if it ends or gives way before the other could begin.
         """
         allocator, (first, device), state = self.allocator, reservation, request.class_state
         if request.duration is None and not (request.is_elastic or state.reserve_cells):
@@ -142,8 +142,8 @@ class Dispatcher:
     def _kept_from(self, request: Request) -> Reservation | None:
         """Return the device that is kept for another request, if this one may not have it.
 
-        Until the first request has aged, that holds for leases of lower classes that are not known
-        to end: each would give way to it at a checkpoint.
+        Until the first request has aged, this applies to leases of lower classes that are not known
+        to end, because each would give way to it at a checkpoint.
         """
         reservation, waits = self.queue.reservation, self._first
         if reservation is None:
@@ -177,10 +177,10 @@ class Dispatcher:
         return min(seconds, UNKNOWN_LEASE if interval == math.inf else interval)
 
     def try_ahead_of_queue(self, request: Request, line: RequestLine | None, now: float) -> bool:
-        """Grant a new request before those that wait, where it may be.
+        """Grant a new request before the queued ones, if it may be.
 
-        None of those fits now: whatever freed cells has dispatched. Nor does a new request behind
-        another in its line.
+        No queued request fits now, because all freed cells were dispatched. A new request that
+        follows others in its line does not fit, either.
         """
         queue, before = self.queue, line.first() if line is not None else None
         self._first = None
@@ -209,16 +209,16 @@ class Dispatcher:
     # -- going through the queue -----------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Request]:
-        """Grant whatever can be granted now, in the order of the policy."""
+        """Grant everything that can be granted now, in the order of the policy."""
         granted: list[Request] = []
         if not self.queue.waiting:
             return granted
-        while (late := self.queue.expired(now)) is not None:  # no tick came since: not granted now
+        while (late := self.queue.expired(now)) is not None:  # expired since the last tick
             self._expire(late)
         if self.queue.puts_late_behind:
             self._put_late_behind(now)
         allocator, self._again = self.allocator, True
-        while self._again:  # a class with a reserve that waits no more lends again
+        while self._again:  # a class with a reserve that no longer waits lends again
             self._again = False
             self._dispatch_once(now, granted)
             is_stuck = self.queue.waiting and not (all(allocator.grants) or self._again)
@@ -227,7 +227,7 @@ class Dispatcher:
         return granted
 
     def _expire(self, request: Request) -> None:
-        """Take a request out of the queue whose deadline has passed."""
+        """Remove a request from the queue whose deadline has passed."""
         assert request.deadline is not None
         error = DeadlineExceeded(request.deadline - request.arrived)
         self.rejected.append((request, error))
@@ -237,7 +237,7 @@ class Dispatcher:
         self.queue.remove(request)
 
     def _put_late_behind(self, now: float) -> None:
-        """Let late requests go behind those of their priority that may be in time."""
+        """Let late requests go after those of their priority that may be in time."""
         for first in self.queue.firsts():
             late: Request | None = first
             while late is not None and late.due is not None and late.due <= now:
@@ -261,7 +261,7 @@ class Dispatcher:
             self._serve_line(line, most, now, granted)
 
     def _serve_line(self, line: RequestLine, most: int, now: float, granted: list[Request]) -> None:
-        """Serve the only line: the usual case, and a third of the work."""
+        """Serve the only line: this is the usual case, and takes a third of the work."""
         may_share = self.allocator.may_share
         while (request := line.first()) is not None and (most or may_share):
             if not self._attempt(request, most, now):
@@ -276,7 +276,7 @@ class Dispatcher:
         places = [queue.place(request) for request in firsts]
         heapq.heapify(places)
         is_refused = False
-        moves = len(places)  # between two grants: the rank of a class may differ at each call
+        moves = len(places)  # between two grants, because a class's rank may differ at each call
         while places and (most or may_share):
             request: Request = places[0][-1]
             if moves and is_ranked and places[0][0] != queue.class_rank(request.class_state):
@@ -289,10 +289,10 @@ class Dispatcher:
                     is_first = self._blocked(request, now, is_first=is_first)
             else:
                 most = self._take(request, granted)
-                # What the others should have, or when the first could begin, depends on this grant.
+                # What others should have, or when the first could begin, depends on this grant.
                 self._again |= is_refused and self.may_change()
                 if is_reserved and queue.reservation is None:
-                    self._again = True  # requests that were kept out are not any more
+                    self._again = True  # requests that were kept out may fit now
                     return
                 moves = len(places)
                 following = request.line.first()
@@ -302,7 +302,7 @@ class Dispatcher:
                     heapq.heappop(places)
 
     def _serve_idle(self, now: float, granted: list[Request]) -> None:
-        """Let owners that wait lend on devices where nothing is held: else all wait for ever."""
+        """On an idle device, let even waiting owners lend; otherwise all could wait for ever."""
         allocator, queue = self.allocator, self.queue
         for device, grants in enumerate(allocator.grants):
             reservations = allocator.reservations[device]
@@ -321,9 +321,9 @@ class Dispatcher:
             reservations.is_idle = False
 
     def _attempt(self, request: Request, most: int, now: float) -> bool:
-        """Grant the first of a line where it may be granted now.
+        """Grant the first request of a line, if it may be granted now.
 
-        Looking for cells is expensive, so the free SMs are compared first: `most` on one device.
+        Searching cells is expensive, so the free SMs are compared first: `most` on one device.
         """
         request.missing_executors = ()
         if request.line.least > most:
@@ -333,7 +333,7 @@ class Dispatcher:
         return self._try(request, now)
 
     def _take(self, request: Request, granted: list[Request]) -> int:
-        """Take a granted request out of the queue. Return the SMs that are free now, at most."""
+        """Remove a granted request from the queue; return the most SMs that are now free."""
         granted.append(request)
         if self.queue.remove(request):
             self._again = True
@@ -346,7 +346,7 @@ class Dispatcher:
         self.missing_executors.update(dict.fromkeys(request.missing_executors))
 
     def _is_kept_out(self, request: Request) -> bool:
-        """Return whether all a request may be granted on is kept for another."""
+        """Say whether all devices of a request are kept for another one."""
         reservation = self.queue.reservation
         assert reservation is not None
         first, device = reservation
@@ -360,7 +360,7 @@ class Dispatcher:
         return True
 
     def _blocked(self, request: Request, now: float, *, is_first: bool) -> bool:
-        """Handle a line whose first does not fit. Return whether the next line is first now."""
+        """Handle a line whose first request does not fit; say whether another line is now first."""
         if request.missing_executors:
             self.note_missing(request)
         if not is_first:
@@ -378,7 +378,7 @@ class Dispatcher:
         return False
 
     def _is_limited(self, request: Request) -> bool:
-        """Return whether only the limits of its class keep a request waiting."""
+        """Say whether only the limits of its class keep a request waiting."""
         if not self.allocator.is_limited:
             return False
         state = request.class_state
@@ -386,10 +386,10 @@ class Dispatcher:
         return is_over or (state.preemptible and not self._is_possible(request))
 
     def _is_possible(self, request: Request) -> bool:
-        """Return whether it could be granted if all leases had ended.
+        """Say whether a request could be granted if all leases had ended.
 
-        That changes for a request that must borrow: a class whose leases take too long is lent
-        nothing.
+        This may change for a request that must borrow, because classes whose leases take too long
+        may not borrow.
         """
         line, allocator = request.line, self.allocator
         if line.needs_loan is None:
@@ -401,13 +401,13 @@ class Dispatcher:
         )
 
     def reject(self, request: Request) -> None:
-        """Take a request out of the queue that can never be granted any more."""
+        """Remove a request from the queue that can never be granted any more."""
         self.rejected.append((request, self.too_many(request)))
         self.rejections += 1
         request.class_state.cancelled += 1
         request.state = GONE
         self.queue.remove(request)
-        self._again = True  # for the request behind it
+        self._again = True  # for the next request of the line
 
     def too_many(self, request: Request) -> TooManySMs:
         """Return the error for a request that can never be granted."""
@@ -430,7 +430,7 @@ class Dispatcher:
             self.queue.reservation = Reservation(first, self._best_device(first))
 
     def _best_device(self, first: Request) -> int:
-        """Choose the device to keep: not one where only what its own holder has is in the way."""
+        """Choose the device to keep: not one where only the holder's own grants are in the way."""
         if len(first.devices) == 1:
             return first.devices[0]
         held, allocator = self.held_by(first), self.allocator
@@ -440,29 +440,29 @@ class Dispatcher:
         return max(able or first.devices, key=allocator.free_sms.__getitem__)
 
     def _drop_limited_reservation(self) -> None:
-        """Keep the device no more for a request that has come to the limits of its class."""
+        """Stop keeping a device for a request that has reached the limits of its class."""
         reservation = self.queue.reservation
         if reservation is not None and self._is_limited(reservation.request):
             self.queue.reservation = None
 
     def first_waiting(self) -> Request | None:
-        """Return the first request that waits for cells, and not for the limits of its class."""
+        """Return the first request that waits for cells rather than for its class's limits."""
         queue = self.queue
         places = [queue.place(x) for x in queue.firsts() if not self._is_limited(x)]
         if not places:
             return None
         first: Request = min(places)[-1]
-        # Leases without an end take turns by how long they wait: of two that give way to each
-        # other one always waits, and would always be before a request of a lower class.
+        # Leases without an end take turns by how long they wait. Of two that give way to each
+        # other, one always waits, and would always precede a request of a lower class.
         return min((one[-1] for one in places), key=by_order) if first.gave_way else first
 
     # -- leases that give way ----------------------------------------------------------------------
 
     def first_before(self, grant: Grant, now: float) -> Request | None:
-        """Return the request that goes before an elastic lease at its checkpoint.
+        """Return the request that precedes an elastic lease at its checkpoint, or None.
 
-        The request that its device is kept for, else the first one of the queue, where that has
-        aged or its class is higher.
+        This is the request that the device is kept for, or else the first one of the queue if it
+        has aged or has a higher class.
         """
         queue, device = self.queue, grant.device
         if not queue.waiting:
@@ -488,9 +488,9 @@ class Dispatcher:
         return grant.holder is None or first.holder != grant.holder
 
     def keeps_at_checkpoint(self, request: Request, grant: Grant, now: float) -> int | None:
-        """Return the SMs that an elastic lease keeps for a request that goes before it.
+        """Return the SMs that an elastic lease keeps for a request that precedes it.
 
-        None: what its policy says. 0: it gives way, and the device is kept for the request.
+        None: as its policy says. 0: it gives way, and the device is kept for the request.
         """
         is_aged = not self.policy.may_overtake(request, now)
         keeps = kept_at_checkpoint(self.allocator, request, grant, now, is_aged=is_aged)
@@ -499,13 +499,13 @@ class Dispatcher:
         return keeps
 
     def _holds_more(self, grant: Grant) -> bool:
-        """Return whether its holder has other grants: it would wait for SMs while it has some."""
+        """Say whether its holder has other grants, and so would wait for SMs while holding some."""
         return len(self._grants_of(grant.holder)) > 1
 
-    # -- what is asked for and held --------------------------------------------------------------
+    # -- requested and held SMs ------------------------------------------------------------------
 
     def asked(self, request: Request) -> int:
-        """Return the SMs asked for; of several parts in whole cells, which is what they take."""
+        """Return the requested SMs; several parts count in whole cells, as they are granted."""
         devices, parts = self.allocator.devices, request.parts
         if len(parts) == 1:
             return parts[0].least or max(devices[device].total for device in request.devices)
@@ -518,7 +518,7 @@ class Dispatcher:
         return sum(part.least for part in request.parts) or named
 
     def holds(self, holder: Hashable) -> bool:
-        """Return whether a holder has any grant that is not draining."""
+        """Say whether a holder has any grant that is not draining."""
         return holder in self._held or any(grant.holder == holder for grant in self.reused)
 
     def held_devices(self, holder: Hashable) -> frozenset[int]:
@@ -526,13 +526,13 @@ class Dispatcher:
         return frozenset(grant.device for grant in self._grants_of(holder))
 
     def _grants_of(self, holder: Hashable) -> list[Grant]:
-        if holder is None:  # as of suspended grants
+        if holder is None:  # as for suspended grants
             return []
         reused = [grant for grant in self.reused if grant.holder == holder]
         return self._held.get(holder, []) + reused
 
     def held_by(self, request: Request) -> dict[int, int]:
-        """Return the cells that its own holder keeps from a request, by device."""
+        """Return the cells that a request's own holder keeps from it, by device."""
         held: dict[int, int] = {}
         for grant in self._grants_of(request.holder):
             if not (grant.is_shared and request.class_state.shared):
@@ -541,12 +541,12 @@ class Dispatcher:
         return held
 
     def held_sizes(self, request: Request, device: int) -> list[int]:
-        """Return the SMs of each grant that its own holder has on a device."""
+        """Return the SMs of each grant that a request's own holder has on a device."""
         grants = self._grants_of(request.holder)
         return [grant.sms for grant in grants if grant.device == device]
 
     def drop_holder(self, grant: Grant) -> None:
-        """Let no holder have a grant any more: its lease has ended."""
+        """Remove a grant's holder, because its lease has ended."""
         if grant in self.reused:
             del self.reused[grant]
         elif grant.holder is not None:
@@ -557,7 +557,7 @@ class Dispatcher:
         grant.holder = None
 
     def reuse(self, grant: Grant) -> None:
-        """Look the holder of a grant up at the grant from here on; it has none now."""
+        """Read the holder of a grant from the grant from now on; it has none now."""
         self.drop_holder(grant)
         self.reused[grant] = None
 

@@ -2,36 +2,36 @@
 
 Synchronous and deterministic: a call takes `now` and returns the requests that it grants. Rules:
 
-1. A cell is *free*, *leased* or *draining*, and in one state only. Two grants never have the same
+1. A cell is *free*, *leased* or *draining*, in only one state. Two grants never have the same
    cell (checked whenever cells move: `SMAllocator.resize`).
-2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired, rejected). Only a QUEUED one is
-   granted. A GRANTED one that is not wanted any more gives its grants back: `release`, `drained`.
-   One whose elastic lease gives way at a checkpoint is QUEUED again (`giving_way`).
-3. Cells become free by `drained`, by `reclaim`, and by the `checkpoint` of an elastic grant, alone.
-4. Requests of one class that want the same (sizes, devices, magnitude of a known duration), and
-   whose holders have grants on the same devices, wait in one line, and only the first of a line
-   is ever tried: if it does not fit, no other of the line does. So a decision costs as much as
-   there are lines, however many requests wait.
-5. The first request of all that does not fit lets others overtake as long as the policy says. Then
-   one device is kept for it: it goes first, and nothing else is granted there, whatever its rank,
-   until the request is granted or gone. Exceptions: a class has what is free of its reserve, a
-   request that ends or gives way before the first could begin (backfill) is granted, and so is one
-   whose holder has grants there, which may not end before. An elastic request of unknown duration
-   does not overtake a first request of a higher class, even before that has aged.
+2. A request is QUEUED, then GRANTED, or GONE (cancelled, expired, rejected). Only a QUEUED request
+   is granted. A GRANTED request that is no longer wanted returns its grants: `release`, `drained`.
+   If its elastic lease gives way at a checkpoint, it is QUEUED again (`giving_way`).
+3. Cells become free only by `drained`, `reclaim`, and the `checkpoint` of an elastic grant.
+4. Requests of one class with equal sizes, devices and magnitude of a known duration, whose holders
+   have grants on the same devices, wait in one line. Only the first of a line is ever tried: if it
+   does not fit, no other of the line does. So the cost of a decision depends on the number of
+   lines, not of requests.
+5. The first request of all that does not fit lets others overtake as long as the policy allows.
+   Then one device is kept for it: it goes first, and nothing else is granted there, whatever its
+   rank, until the request is granted or gone. Exceptions: a class gets what is free of its reserve;
+   a request is granted that ends or gives way before the first could begin (backfill), or whose
+   holder has grants there, which may not end before. An elastic request of unknown duration does
+   not overtake a first request of a higher class, even before the latter has aged.
    No device is kept for a request that could not be granted even then, because the rules of its
    class, or the duration of its leases, have changed: once it has aged, or nothing is held, it is
    `rejected`.
-6. Queued requests hold nothing but that, and no class borrows from the reserve of a class that
-   waits. So when a request leaves, others can be granted only if a device was kept for it, or if it
-   was the last one of a class with a reserve.
-7. Cells without an executor (`is_made`) are not granted. A request that needs one waits, holding
-   nothing, and the cells are noted in `missing_executors`. It is granted once the executor is made
-   (`made`), or when others become free. No device is kept for it meanwhile: making one may take
-   arbitrarily long.
+6. A queued request holds nothing else, and no class borrows from the reserve of a class that waits.
+   So when a request leaves, others can be granted only if a device was kept for it, or if it was
+   the last one of a class with a reserve.
+7. Cells without an executor (`is_made`) are not granted. A request that needs an executor waits,
+   holding nothing, and the cells are noted in `missing_executors`. It is granted once the executor
+   is made (`made`), or when other cells become free. No device is kept for it meanwhile, because
+   making an executor may take arbitrarily long.
 8. A class has its reserve, its cap and its quota (`services`) under every policy. Cells borrowed
-   from a reserve come back within the longest wait of their owner (`reservations`).
+   from a reserve return within the longest wait of their owner (`reservations`).
 
-`RequestQueue` says which requests wait, `SMAllocator` which cells are free, `Dispatcher` grants.
+`RequestQueue` knows which requests wait, `SMAllocator` which cells are free; `Dispatcher` grants.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Scheduler:
     """Decides which request gets which cells.
 
     Args:
-        devices: the cells of each device.
-        policy: which request is next.
-        max_waiting: the most requests in the queue.
-        is_made: whether (device, cells) has an executor.
-        services: the classes.
-        placement: which device first.
-        on_reclaim: called when the cells of all suspended grants were freed.
+        devices: The cells of each device.
+        policy: The policy.
+        max_waiting: The most requests in the queue.
+        is_made: Whether (device, cells) has an executor.
+        services: The classes.
+        placement: Which device to try first.
+        on_reclaim: Called after the cells of all suspended grants were freed.
 
     Raises:
-        InvalidRequest: the reserves of the classes do not fit on the devices.
+        InvalidRequest: The reserves of the classes do not fit on the devices.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class Scheduler:
         self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
         self.lateness = Lateness(self.queue, self.allocator)
         self.max_waiting = max_waiting
-        #: What the pool is to do: make executors for (device, cells), and tell rejected requests
-        #: the error. The pool empties both.
+        #: Work for the pool: executors to make, as (device, cells), and errors to deliver to
+        #: rejected requests. The pool empties both.
         self.missing_executors = self.dispatcher.missing_executors
         self.rejected = self.dispatcher.rejected
-        #: Sets of cells with an executor, by device and number of cells; the pool keeps it true.
+        #: Sets of cells with an executor, by device and number of cells. The pool updates it.
         self.ready_masks = self.allocator.ready_masks
         self._suspended: dict[Grant, None] = {}
         self._reused = self.dispatcher.reused
         self._on_reclaim = on_reclaim
         self._everywhere = tuple(range(len(self.allocator.devices)))
         self._requested = self._cancelled = self._expired = self._refused = 0
-        #: Requests that were granted a suspended grant.
+        #: The number of requests that got a suspended grant.
         self._resumed = 0
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
@@ -138,31 +138,31 @@ class Scheduler:
         owner: object = None,
         wait: bool = True,
     ) -> Request:
-        """Take a request: it is granted at once if it fits and none is before it, else queued.
+        """Take a request. Grant it at once if it fits and none precedes it, otherwise queue it.
 
         Args:
-            now: seconds.
-            parts: the sizes, all granted together on one device.
-            service: its class; "": none.
-            devices: where it may be granted; None: anywhere.
-            near: the preferred device.
-            priority: larger goes first; None: that of its class.
-            deadline: the time after which it is not wanted any more.
-            duration: what it is expected to take, from its grant to its end.
-            holder: what asks, to find requests that wait for what their own holder has.
-            owner: any object, for the caller to find on the request.
-            wait: False: it is granted now or not at all.
+            now: The time in seconds.
+            parts: The sizes, all granted together on one device.
+            service: The name of its class, or "".
+            devices: Where it may be granted. None: anywhere.
+            near: The preferred device.
+            priority: Larger goes first. None: its class's priority.
+            deadline: The time at which it expires.
+            duration: Its expected duration, from its grant to its end.
+            holder: The task or thread, to find requests that wait for their own holder's grants.
+            owner: Any object, for the caller to find on the request.
+            wait: Whether it may be queued.
 
         Raises:
-            InvalidRequest: there is no such class.
-            TooManySMs: it can never fit.
-            DeadlineImpossible: it is known to miss its deadline.
+            InvalidRequest: There is no such class.
+            TooManySMs: It can never fit.
+            DeadlineImpossible: It is known to miss its deadline.
             WouldBlock: `wait` is false and it does not fit now.
-            WouldDeadlock: it would have to wait, and can never fit while `holder` holds what it
-                has.
-            QueueFull: it would have to wait, and too many do.
+            WouldDeadlock: It would have to wait, and can never fit while `holder` keeps its
+                grants.
+            QueueFull: It would have to wait, and too many requests do.
 
-        `resized` comes next: others may be granted because of it.
+        The caller then calls `resized`, because others may be granted.
         """
         state = self._class_of(service)
         if self.allocator.is_limited:
@@ -195,10 +195,10 @@ class Scheduler:
         return request
 
     def home_masks(self, device: int, service: str | None = None) -> tuple[int, ...]:
-        """Return the home cells of a class, or of every class, on a device: see `home_cells`.
+        """Return the home cells of a class, or of every class, on a device; see `home_cells`.
 
         Raises:
-            InvalidRequest: there is no such class.
+            InvalidRequest: There is no such class.
         """
         homes = self.allocator.reservations[device].homes
         states = homes if service is None else (self._class_of(service),)
@@ -206,9 +206,9 @@ class Scheduler:
         return tuple(dict.fromkeys(mask for masks in found for mask in masks))
 
     def claim(self, now: float, device: int, mask: int) -> Request | None:
-        """Grant exactly these cells, which have an executor, whatever the rules of the classes.
+        """Grant exactly these cells, which have an executor, regardless of the classes' rules.
 
-        None: they are not free, or requests wait.
+        Returns None if they are not free, or requests wait.
         """
         self.reclaim(now)
         allocator = self.allocator
@@ -230,12 +230,12 @@ class Scheduler:
         return state
 
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
-        """Grant a request from the cells that are free without reclaiming, if only these decide.
+        """Grant a request from cells that are free without reclaiming, if only these decide.
 
-        So leases of several sizes stay suspended side by side: `make bench` has a bar for two sizes
-        in turn. Where a class has limits, a policy sizes or a device is shared, a decision depends
-        on more than free cells. Of several devices it is granted on the one that it would have if
-        all were reclaimed, or not here.
+        This keeps leases of several sizes suspended side by side: `make bench` has a bar for two
+        sizes in turn. If a class has limits, a policy sizes or a device is shared, a decision
+        depends on more than free cells. With several devices it is granted on the one that it would
+        get if all were reclaimed, or not here.
         """
         allocator = self.allocator
         if allocator.is_limited or allocator.may_share or self.queue.policy.size is not None:
@@ -272,19 +272,19 @@ class Scheduler:
             self.dispatcher.note_missing(request)
 
     def resized(self, request: Request) -> list[Request]:
-        """Return the others that are granted because of a request just taken.
+        """Return the other requests that are granted because of a request just taken.
 
-        By a policy that sizes, they may need less. The first request may now begin later, which
+        With a policy that sizes, they may need less. The first request may now begin later, which
         leaves time for more before it.
         """
         dispatcher = self.dispatcher
         return dispatcher.dispatch(request.arrived) if dispatcher.may_change() else []
 
     def cancel(self, now: float, request: Request) -> list[Request]:
-        """Cancel a queued request. Return the requests that are granted because it left."""
+        """Cancel a queued request; return the requests that are granted because it left."""
         if request.state is not QUEUED:
             return []
-        if request.line.is_closed:  # it was counted by `close`
+        if request.line.is_closed:  # `close` has counted it
             request.state = GONE
             return []
         self._cancelled += 1
@@ -292,7 +292,7 @@ class Scheduler:
         return self.dispatcher.dispatch(now) if self._leave(request) else []
 
     def _leave(self, request: Request) -> bool:
-        """Take a request out of the queue; return whether others may be granted because of it."""
+        """Remove a request from the queue; say whether others may be granted because of it."""
         request.state = GONE
         was_first = self.queue.is_reserved_for(request) or self.dispatcher.is_held_back
         return self.queue.remove(request) or was_first
@@ -300,13 +300,13 @@ class Scheduler:
     # -- grants ----------------------------------------------------------------------------------
 
     def release(self, grant: Grant) -> None:
-        """End a lease whose work may still run: its cells stay until it is `drained`."""
+        """End a lease whose work may still run. Its cells are not free until it is `drained`."""
         if not grant.draining:
             grant.draining = True
             self.dispatcher.drop_holder(grant)
 
     def drained(self, now: float, grant: Grant) -> list[Request]:
-        """Free the cells of a grant, whose work is done. Return the requests that are granted."""
+        """Free the cells of a grant whose work is done; return the requests that are granted."""
         if grant.over:
             raise AssertionError(f"cells given back twice: {grant}")
         if not grant.draining:
@@ -315,7 +315,7 @@ class Scheduler:
         self.allocator.free(grant, now)
         if not self.queue.waiting:
             return []
-        # Only what it took while others waited counts: until then another lease may have had the
+        # Only its time while others waited counts: before that another lease may have had the
         # same grant (`resume`).
         seconds = now - max(grant.began, self.queue.busy_since)
         mean = self._mean_duration
@@ -329,24 +329,24 @@ class Scheduler:
         duration: Duration | None = None,
         within: float | None = None,
     ) -> list[Request]:
-        """Let the cells of a grant be changed, whose holder has no work on it now.
+        """Allow changes of the cells of a grant whose holder has no work on it now.
 
-        An elastic grant gives back what is above its least, requests are granted from that, and it
-        takes up idle cells, to its most; a policy that sizes gives both. A shared grant has the
-        least it asked for instead, if its device is to be split. `grant.mask` and `grant.sms` say
-        what it has from now on.
+        An elastic grant gives back what exceeds its least, requests are granted from that, and it
+        takes idle cells, up to its most; a policy that sizes sets both limits. A shared grant gets
+        its requested least instead if its device is to be split. Afterwards `grant.mask` and
+        `grant.sms` say what it has.
 
         Args:
-            now: seconds.
-            grant: the grant.
-            duration: what it is expected to take to the next checkpoint; None: not known.
-            within: seconds in which that should be done; None: the latency of its class.
+            now: The time in seconds.
+            grant: The grant.
+            duration: The expected duration until the next checkpoint. None: unknown.
+            within: Seconds in which that should be done. None: the latency of its class.
 
         Returns:
             The requests that are granted.
 
         Raises:
-            InvalidRequest: the grant would give way, and the policy failed to rank its request; it
+            InvalidRequest: The grant would give way, but the policy failed to rank its request. It
                 keeps its cells.
         """
         self.reclaim(now)
@@ -362,7 +362,7 @@ class Scheduler:
             return self.dispatcher.dispatch(now) if is_changed else []
         self.dispatcher.set_target(grant.request, grant.device, now, grant)
         first, keeps = self.dispatcher.first_before(grant, now), None
-        if first is not None and self._able(grant.request):  # else it could never go on
+        if first is not None and self._able(grant.request):  # otherwise it could never continue
             keeps = self.dispatcher.keeps_at_checkpoint(first, grant, now)
         if keeps == 0:
             return self._give_way(grant, now)
@@ -377,16 +377,16 @@ class Scheduler:
             held = grant.mask
             parts, target = grant.request.parts, grant.request.target
             self._resize(grant, parts[0].least, target[0].most, prefer=before)
-            if held & ~grant.mask:  # it moved, to have more
+            if held & ~grant.mask:  # it moved, in order to have more
                 granted += self.dispatcher.dispatch(now)
         if self.dispatcher.may_change():
             granted += self.dispatcher.dispatch(now)
         return granted
 
     def _give_way(self, grant: Grant, now: float) -> list[Request]:
-        """Free the cells of a grant, and queue its request again: it counts as another one.
+        """Free the cells of a grant and queue its request again, which counts as a new request.
 
-        `grant` is over then. The request is QUEUED, or GRANTED again at once.
+        `grant` is then over. The request is QUEUED, or at once GRANTED again.
         """
         request, holder = grant.request, grant.holder
         self._queue_again(request, now)
@@ -396,9 +396,9 @@ class Scheduler:
         return self.drained(now, grant)
 
     def ask_again(self, now: float, grant: Grant) -> list[Request]:
-        """Queue the request of a grant that was given back for a while, as another request.
+        """Queue the request of a grant that was given back for a while, as a new request.
 
-        Returns the requests that are granted because of it: itself, if there is room. It is
+        Returns the requests that are granted as a result, itself included if it fits. It is
         `rejected` if it can never be granted any more, because the classes have changed.
         """
         self.reclaim(now)
@@ -419,7 +419,7 @@ class Scheduler:
         self._requested += 1
 
     def _line_of(self, request: Request) -> RequestLine:
-        """Return the line that a request belongs to."""
+        """Return the line to which a request belongs."""
         line = self.queue.lines.get(request.line_key)
         if line is not None:
             return line
@@ -433,7 +433,7 @@ class Scheduler:
         self._need(grant.device, missing)
 
     def _gives_back(self, grant: Grant) -> bool:
-        """Return whether an elastic grant gives back what is above its least."""
+        """Say whether an elastic grant gives back what exceeds its least."""
         is_above = self.queue.policy.size is not None and grant.sms > grant.request.target[0].most
         return bool(
             self.queue.waiting
@@ -443,7 +443,7 @@ class Scheduler:
         )
 
     def _least_kept(self, grant: Grant) -> int:
-        """Return the SMs that an elastic grant keeps: of its policy, unless others must have them.
+        """Return the SMs that an elastic grant keeps: its policy's, unless others must have them.
 
         Those are the owners of borrowed cells, and shared grants that must leave.
         """
@@ -453,21 +453,21 @@ class Scheduler:
         return (grant.request.parts if must_give else grant.request.target)[0].least
 
     def _takes_up(self, grant: Grant, now: float) -> bool:
-        """Return whether an elastic grant may take up idle cells."""
+        """Say whether an elastic grant may take idle cells."""
         if grant.sms >= grant.request.target[0].most or self.dispatcher.is_wanted(grant):
             return False
         is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
         return not is_leaving and grant.class_state.is_within_quota(now)
 
     def _need(self, device: int, mask: int) -> None:
-        """Note cells that need an executor; 0: none."""
+        """Note cells that need an executor, unless 0."""
         if mask and not self.allocator.is_made(device, mask):
             self.missing_executors[device, mask] = None
 
     # -- suspended grants ------------------------------------------------------------------------
 
     def suspend(self, now: float, grant: Grant) -> bool:
-        """Set a grant of one size aside, whose lease has ended, for the next request for the same.
+        """Set aside a grant of one size whose lease has ended, for the next equal request.
 
         `resume` grants it again without a decision. Its cells count as free: `reclaim` frees them
         before any decision that they could change. Return False if a decision would depend on more
@@ -492,18 +492,18 @@ class Scheduler:
         return True
 
     def _may_reuse(self, grant: Grant) -> bool:
-        """Return whether a grant may be suspended, until its rules change or a checkpoint."""
+        """Whether a grant may be suspended, until its rules change or it reaches a checkpoint."""
         allocator, state = self.allocator, grant.class_state
         if grant.loans or allocator.may_share or state.quota is not None:
             return False
         if state.name in allocator.retired or grant.request.duration is not None:
             return False
-        grant.request.holder = None  # a grant that is kept keeps no task alive
+        grant.request.holder = None  # so that a kept grant keeps no task alive
         self.dispatcher.reuse(grant)
         return True
 
     def resume(self, now: float, grant: Grant, holder: Hashable) -> None:
-        """Grant a suspended grant to a request for the same, and count that as any other."""
+        """Grant a suspended grant to an equal request, and count it like any other."""
         del self._suspended[grant]
         self._resumed += 1
         grant.holder = holder
@@ -527,12 +527,12 @@ class Scheduler:
     def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
         """Record that so many requests of a class had this latency, from end to end.
 
-        From then on these latencies count for whether devices are split, and for how much of its
-        latency the class plans with, instead of the durations of its leases. Return the requests
+        From then on these latencies, instead of the durations of its leases, determine whether
+        devices are split, and how much of its latency the class plans with. Return the requests
         that are granted.
 
         Raises:
-            InvalidRequest: there is no such class.
+            InvalidRequest: There is no such class.
         """
         state, controller = self._class_of(service), self.allocator.split_controller
         state.reports_latency = True
@@ -541,13 +541,13 @@ class Scheduler:
         return self.dispatcher.dispatch(now) if is_changed else []
 
     def made(self, now: float) -> list[Request]:
-        """Take more executors into account. Return the requests that are granted."""
+        """Take new executors into account; return the requests that are granted."""
         return self.dispatcher.dispatch(now)
 
     def tick(self, now: float, most: int | None = None) -> tuple[list[Request], list[Request]]:
-        """Let time pass. Return the requests that are granted, and those that expired.
+        """Let time pass; return the requests that are granted, and those that expired.
 
-        At most so many expire at once: if more have to, `next_deadline` has passed.
+        At most `most` expire at once. If more must, `next_deadline` has passed.
         """
         queue = self.queue
         expired: list[Request] = []
@@ -563,7 +563,7 @@ class Scheduler:
         return (self.dispatcher.dispatch(now) if may_grant else []), expired
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` has something to do; None: never, as far as is known."""
+        """Return when `tick` has something to do. None: never, as far as is known."""
         found = self.queue.next_deadline(), self.queue.late_at()
         times = [at for at in found if at is not None]
         times += [state.refilled_at() for state in self._over_quota()]
@@ -572,14 +572,14 @@ class Scheduler:
     def reconfigure(
         self, now: float, services: Iterable[ServiceClass] | None, policy: Policy | None
     ) -> list[Request]:
-        """Apply other classes, or another policy; None: the same. Return the granted requests.
+        """Apply other classes, or another policy (None: the same); return the granted requests.
 
-        Queued requests keep their place, by the rank of the new policy, and leases end as they
-        began. A request of a removed class is served as one without a reserve or a cap. A request
+        Queued requests stay queued, ranked by the new policy, and leases end under the rules they
+        began under. A request of a removed class is served without a reserve or a cap. A request
         that can never be granted any more is `rejected`.
 
         Raises:
-            InvalidRequest: the reserves do not fit on the devices, or the policy failed to rank a
+            InvalidRequest: The reserves do not fit on the devices, or the policy failed to rank a
                 request; nothing has changed.
         """
         self.reclaim(now)
@@ -610,7 +610,8 @@ class Scheduler:
         """Empty the queue at once, however many requests wait.
 
         Returns:
-            The requests that waited, in the order of the queue; each leaves when it is asked for.
+            The requests that waited, in the order of the queue. Each leaves when the iterator
+            yields it.
         """
         self._cancelled += self.queue.waiting
         for state in {line.class_state for line in self.queue.lines.values()}:
@@ -618,7 +619,7 @@ class Scheduler:
         return _left(self.queue.close())
 
     def _need_reserves(self) -> None:
-        """Note executors for each reserve, and for what is beside, before devices are busy."""
+        """Note executors for each reserve, and for the cells outside, before devices are busy."""
         for device, cells in enumerate(self.allocator.devices):
             reservations = self.allocator.reservations[device]
             for mask in reservations.blocks.values():
@@ -630,7 +631,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many requests are queued."""
+        """The number of queued requests."""
         return self.queue.waiting
 
     @property
@@ -640,11 +641,11 @@ class Scheduler:
 
     @property
     def arrivals(self) -> int:
-        """How many requests have arrived: the order of the next one, which no other has."""
+        """The number of requests that have arrived, which is the unique order of the next one."""
         return self._requested + self._resumed
 
     def queued(self) -> list[Request]:
-        """Return all queued requests, in the order of their arrival."""
+        """Return all queued requests in the order of arrival."""
         return self.queue.queued()
 
     def statistics(self) -> SchedulerStatistics:
@@ -671,7 +672,7 @@ class Scheduler:
         )
 
     def time_leases(self, now: float) -> None:
-        """Count from now on how long requests wait, and leases last and drain. Idempotent."""
+        """Record from now on how long requests wait, and leases last and drain. Idempotent."""
         if self._is_timed:
             return
         self.reclaim(now)
@@ -684,13 +685,13 @@ class Scheduler:
 
     @property
     def granted(self) -> int:
-        """How many requests were granted."""
+        """The number of granted requests."""
         return self._resumed + self.dispatcher.granted
 
     def services(self, now: float) -> dict[str, ServiceStatistics]:
-        """Return statistics by class name; "": requests without a class.
+        """Return statistics by class name; "" is for requests without a class.
 
-        Empty without classes, unless leases are timed.
+        Empty if there are no classes, unless leases are timed.
         """
         allocator = self.allocator
         if not (allocator.is_classed or self._is_timed):
@@ -766,7 +767,7 @@ class Scheduler:
         )
 
     def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
-        """Refuse what cannot be granted while its own holder holds what it has."""
+        """Refuse a request that cannot be granted while its own holder keeps its grants."""
         allocator, held = self.allocator, self.dispatcher.held_by(request)
         if not held or any(shared_grants.can_share(allocator, request, d) for d in able):
             return
@@ -788,9 +789,9 @@ class Scheduler:
     def _retry_after(self, request: Request, asked: int, now: float) -> float:
         """Predict the seconds until the queue accepts a request again.
 
-        That is when the first of the present leases ends, but not before one more lease could end.
-        The time of one more lease is its expected duration, else the mean of its class or of all
-        leases, else the shortest time that a present lease has taken so far.
+        That is when the first of the present leases ends, but not before a further lease could end.
+        A further lease is assumed to take its expected duration, or else the mean of its class or
+        of all leases, or else the shortest time that a present lease has taken so far.
         """
         grants = [grant for of_device in self.allocator.grants for grant in of_device]
         lease = (
@@ -806,6 +807,6 @@ class Scheduler:
 
 def _left(lines: list[RequestLine]) -> Iterator[Request]:
     for request in heapq.merge(*[line.take() for line in lines], key=by_rank):
-        if request.state is QUEUED:  # else it was cancelled meanwhile
+        if request.state is QUEUED:  # otherwise it was cancelled meanwhile
             request.state = GONE
             yield request
