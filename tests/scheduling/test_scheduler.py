@@ -492,7 +492,7 @@ def test_sizes_that_do_not_pack_are_told_what_does(joins: bool) -> None:
         assert ask(scheduler, 0.0, 64, 64).state is GrantState.GRANTED
         return
     with pytest.raises(
-        TooManySMs, match=r"most 120 can: ask for pool.partitions\(56, 64\)"
+        TooManySMs, match=r"most 120 can\): ask for pool.partitions\(56, 64\)"
     ) as full:
         ask(scheduler, 0.0, 64, 64)
     assert full.value.asked > full.value.most == 120

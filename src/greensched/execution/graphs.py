@@ -65,7 +65,7 @@ class Graph(Closable):
         )
 
     def launch(self, p: LaunchTarget) -> Job[None]:
-        """Launch it on a partition's SMs, in order with `Partition.launch`. Returns at once.
+        """Launch the graph on a partition's SMs, in order with `Partition.launch`. Returns at once.
 
         If it is not captured for these SMs yet, the partition's worker thread first captures it,
         and work submitted later waits for that. Its buffers are ordered with other work on them, as

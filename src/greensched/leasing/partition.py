@@ -317,9 +317,8 @@ class Partition(AsyncBlock):
         """The stream of the partition's launches and copies, for libraries that take a stream.
 
         The end of the lease waits for work that libraries submit to it. While it is capturing,
-        nothing
-        can be submitted here: await earlier jobs before you begin a capture. A capture that is
-        still open when the lease ends is dropped.
+        nothing can be submitted here: await earlier jobs before you begin a capture. A capture that
+        is still open when the lease ends is dropped.
 
         Raises:
             WouldBlock: A job is not on the stream yet (a first use, a large copy), so a library's
@@ -428,8 +427,7 @@ class Partition(AsyncBlock):
         """Copy an array to new device memory in C order, whatever its strides.
 
         A large array must not change until the job is done; at most 64 KiB are read at once. The
-        device
-        never reads it directly: a thread copies large arrays through chunks of pinned memory.
+        device never reads it directly: a thread copies large arrays through pinned chunks.
 
         Args:
             array: Anything that numpy converts to an array; or a device array as in `launch`, which
@@ -442,9 +440,8 @@ class Partition(AsyncBlock):
             InvalidArray: Python objects, big-endian numbers, or no array at all.
 
         The job fails with `OutOfMemory` if memory runs out. Cancelling a task that awaits the job
-        stops
-        only the waiting: the copy continues, and uses the array until the job is done. To stop the
-        copy, raise an exception in `progress`.
+        stops only the waiting: the copy continues, and uses the array until the job is done. To
+        stop the copy, raise an exception in `progress`.
         """
         return copies.upload(self._ready_lease(), array, progress)
 
@@ -599,9 +596,8 @@ class Partition(AsyncBlock):
 
         If the factory raises, the job fails with that exception, and the next call tries again. It
         fails with `InvalidRequest` if 64 other values are kept. Cancelling a task that awaits the
-        job
-        stops only the waiting: the value is made and kept. After a device fault, or over work that
-        does not end, nothing is closed.
+        job stops only the waiting: the value is made and kept. After a device fault, or over work
+        that does not end, nothing is closed.
         """
         return calls.local(self._ready_lease(), factory)
 

@@ -149,8 +149,7 @@ class Fleet:
         """Run a job on SMs of one GPU of the fleet, and wait for its result.
 
         The job goes to the pool that has most of its arguments, or otherwise to one with less load.
-        A
-        cancellation reaches the pool: a queued job leaves the queue, but running kernels run to
+        A cancellation reaches the pool: a queued job leaves the queue, but running kernels run to
         their end. The end of this process has the same effect some seconds later.
 
         Args:
