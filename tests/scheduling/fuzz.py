@@ -15,8 +15,8 @@ Not all of them are mended. Under `fifo`, `fair`, `deadline` and `sized`, locked
 
 | programs       | starved    | below      | tied       |
 |----------------|------------|------------|------------|
-| 0 to 399       | 0, 0, 0, 0 | 1, 1, 1, 0 | 1, 0, 0, 1 |
-| 50000 to 50399 | 0, 0, 0, 0 | 0, 0, 0, 1 | 0, 0, 0, 0 |
+| 0 to 999       | 0, 0, 0, 2 | 1, 1, 1, 1 | 3, 2, 2, 1 |
+| 50000 to 50924 | 0, 0, 1, 0 | 2, 2, 2, 2 | 2, 2, 1, 3 |
 
 Programs to 49999 were looked at while the scheduler was changed, later ones never. Known to be left
 are, of the first 1500 and of 20000 to 21499: starved under `sized` 406 and 830, where many small
