@@ -431,6 +431,31 @@ def test_a_failed_restore_never_hides_the_bodys_error(
         own.close()
 
 
+def test_a_context_is_removed_though_the_driver_does_not_say_which_is_current(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block's context does not stay current if the previous one cannot be restored."""
+    with opened(backend) as (device,):
+        driver, own = device.driver, Context.create(device)
+        driver.push_current(own.handle)
+        set_current = driver.set_current
+
+        def refuse(context: Any) -> None:
+            if context == own.handle:
+                raise greensched.CUDAError(201, "INVALID_CONTEXT", "cuCtxSetCurrent")
+            set_current(context)
+
+        def say_nothing() -> None:
+            raise greensched.CUDAError(1, "INVALID_VALUE", "cuCtxGetCurrent")
+
+        with pytest.raises(greensched.CUDAError, match="INVALID_CONTEXT"), device:
+            monkeypatch.setattr(driver, "set_current", refuse)
+            monkeypatch.setattr(driver, "current", say_nothing)
+        monkeypatch.undo()
+        assert driver.current() is None
+        own.close()
+
+
 # -- the stack, and moving between threads ------------------------------------------------------
 
 

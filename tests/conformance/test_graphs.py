@@ -132,10 +132,11 @@ def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
                     for p in (*several, *several):
                         for buffer in (seen, again):
                             p.copy(buffer, none)
-                        graph.launch(p)
+                        launched = graph.launch(p)
                         config = LaunchConfig(grid=2 * p.sm_count, block=1024)
                         p.launch(config, smids, again, 100_000)
                         mine, expected = await p.download(seen), await p.download(again)
+                        await launched
                         assert np.unpackbits(mine.view(np.uint8)).sum() == p.sm_count
                         np.testing.assert_array_equal(mine, expected)
 

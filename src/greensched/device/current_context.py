@@ -166,7 +166,7 @@ class ContextScope:
                 raise
             except GreenschedError:
                 with suppress(GreenschedError):
-                    if driver.current() == self.context.handle:
+                    if self._current(self.context.handle) == self.context.handle:
                         driver.set_current(None)
                 raise
 
