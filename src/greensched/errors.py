@@ -683,8 +683,8 @@ class VersionSkew(GreenschedError, RuntimeError):
         self.theirs = theirs
         self.ours = ours
         super().__init__(
-            f"{pool} speaks protocol version {theirs}, but this process {ours}: install the same "
-            "greensched on all nodes, then stop the fleet and start it again"
+            f"{pool} speaks protocol version {theirs}, but this process speaks {ours}: install the "
+            "same greensched on all nodes, then stop the fleet and start it again"
         )
 
 

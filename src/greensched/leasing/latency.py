@@ -184,7 +184,9 @@ class LatencyCurve:
             curve = cls({row["sms"]: [row["median"]] for row in rows})
             curve._p95 = cls({row["sms"]: [row["p95"]] for row in rows})._median
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidRequest(f"{path} is not a latency curve of `save`: {error!r}") from None
+            raise InvalidRequest(
+                f"{path} is not a latency curve written by `save`: {error!r}"
+            ) from None
         return curve
 
     # -- smoothing -------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class ScaledCurve:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the least of sorted values that this fraction of the values does not exceed."""
+    """Return the least of sorted values with at least this fraction of them at or below it."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 

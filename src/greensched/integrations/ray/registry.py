@@ -77,13 +77,13 @@ class PoolRegistry:
 
     async def aclose(self) -> None:
         """Close every connection, and leave the fleet. Idempotent."""
-        await self._part(lambda supervisor: supervisor.leave.remote(self._program), END_S)
+        await self._detach(lambda supervisor: supervisor.leave.remote(self._program), END_S)
 
     async def stop(self, grace: float) -> None:
         """Close every connection and every pool."""
-        await self._part(lambda supervisor: supervisor.stop.remote(grace), grace + END_S)
+        await self._detach(lambda supervisor: supervisor.stop.remote(grace), grace + END_S)
 
-    async def _part(self, call: Callable[[Any], Awaitable[None]], seconds: float) -> None:
+    async def _detach(self, call: Callable[[Any], Awaitable[None]], seconds: float) -> None:
         """Close every connection, and make a last call to the supervisor."""
         self.close()
         supervisor, self._supervisor = self._supervisor, None
