@@ -464,28 +464,30 @@ class Dispatcher:
         This is the request that the device is kept for, or else the first one of the queue if it
         has aged or has a higher class.
         """
-        queue, device = self.queue, grant.device
-        if not queue.waiting:
-            return None
-        request = self.first_waiting() if queue.reservation is None else queue.reservation.request
-        if queue.reservation is not None and queue.reservation.device != device:
-            return None
-        if request is None or request.missing_executors or device not in request.devices:
+        request = self._waiting_for(grant.device)
+        if request is None or _is_own(request, grant) or self._holds_more(grant):
             return None
         is_higher = request.class_state.priority > grant.class_state.priority
-        is_own = grant.holder is not None and request.holder == grant.holder
-        may_wait = not is_higher and self.policy.may_overtake(request, now)
-        return None if is_own or may_wait or self._holds_more(grant) else request
+        return request if is_higher or not self.policy.may_overtake(request, now) else None
 
     def is_wanted(self, grant: Grant) -> bool:
         """Return whether what is free on the device of an elastic lease is for others."""
-        queue, device = self.queue, grant.device
+        reservation = self.queue.reservation
+        if reservation is not None:
+            return reservation.device == grant.device
+        first = self._waiting_for(grant.device)
+        return first is not None and not _is_own(first, grant)
+
+    def _waiting_for(self, device: int) -> Request | None:
+        """Return the request that a device is kept for, or else the first one that may have it."""
+        queue = self.queue
         if queue.reservation is not None:
-            return queue.reservation.device == device
-        first = self.first_waiting() if queue.waiting else None
-        if first is None or first.missing_executors or device not in first.devices:
-            return False
-        return grant.holder is None or first.holder != grant.holder
+            request = queue.reservation.request if queue.reservation.device == device else None
+        else:
+            request = self.first_waiting() if queue.waiting else None
+        if request is None or request.missing_executors or device not in request.devices:
+            return None
+        return request
 
     def keeps_at_checkpoint(self, request: Request, grant: Grant, now: float) -> int | None:
         """Return the SMs that an elastic lease keeps for a request that precedes it.
@@ -567,3 +569,8 @@ class Dispatcher:
             del self.reused[grant]
             if grant.holder is not None:
                 self._held.setdefault(grant.holder, []).append(grant)
+
+
+def _is_own(request: Request, grant: Grant) -> bool:
+    """Return whether a request and a grant have the same holder."""
+    return grant.holder is not None and request.holder == grant.holder
