@@ -60,7 +60,7 @@ class WorkerThread:
         if mailbox is None:
             mailbox = self._start()
         mailbox.put(item)
-        if self._is_dismissed:  # an item of before has an item behind it: the thread ends again
+        if self._is_dismissed:  # an earlier item submitted this one: the thread ends after it
             self.dismiss()
 
     def submit_if_running(self, item: Item) -> None:
