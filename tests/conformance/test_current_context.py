@@ -401,6 +401,18 @@ def test_a_forgotten_context_warns(backend: Backend) -> None:
             destroy(handle)
 
 
+def refusing(driver: Driver, refused: Context) -> Callable[[Any], None]:
+    """Return a `set_current` of the driver that fails for one context."""
+    set_current = driver.set_current
+
+    def refuse(context: Any) -> None:
+        if context == refused.handle:
+            raise greensched.CUDAError(201, "INVALID_CONTEXT", "cuCtxSetCurrent")
+        set_current(context)
+
+    return refuse
+
+
 def test_a_failed_restore_never_hides_the_bodys_error(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,13 +420,7 @@ def test_a_failed_restore_never_hides_the_bodys_error(
     with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         driver.push_current(own.handle)
-        set_current = driver.set_current
-
-        def refuse(context: Any) -> None:
-            if context == own.handle:
-                raise greensched.CUDAError(201, "INVALID_CONTEXT", "cuCtxSetCurrent")
-            set_current(context)
-
+        refuse = refusing(driver, own)
         with pytest.raises(KeyError, match="body") as hidden, device:
             monkeypatch.setattr(driver, "set_current", refuse)
             raise KeyError("the body's")
@@ -438,12 +444,7 @@ def test_a_context_is_removed_though_the_driver_does_not_say_which_is_current(
     with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         driver.push_current(own.handle)
-        set_current = driver.set_current
-
-        def refuse(context: Any) -> None:
-            if context == own.handle:
-                raise greensched.CUDAError(201, "INVALID_CONTEXT", "cuCtxSetCurrent")
-            set_current(context)
+        refuse = refusing(driver, own)
 
         def say_nothing() -> None:
             raise greensched.CUDAError(1, "INVALID_VALUE", "cuCtxGetCurrent")

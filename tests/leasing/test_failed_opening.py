@@ -13,18 +13,9 @@ import greensched
 from greensched import Pool, PoolState
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
-from greensched.driver.simulated.device_models import DeviceModel
 from greensched.kernels import fill
+from helpers.devices import SMALL_DEVICE
 
-#: A device so small that its whole menu is three executors: so every call can fail in turn.
-SMALL = DeviceModel(
-    name="small",
-    compute_capability=(9, 0),
-    gpcs=(8, 8),
-    memory_bytes=2**30,
-    dram_bandwidth=1e12,
-    l2_bytes=2**20,
-)
 #: One of each class of errors: of a request, lack of capacity, a lost device, a driver's end.
 STATUSES = ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS", "DEINITIALIZED"]
 
@@ -42,7 +33,7 @@ async def open_and_close(driver: simulated.SimulatedDriver) -> greensched.PoolSt
 @cache
 def calls_of_open() -> list[tuple[str, int]]:
     """Every call of an opening, in order: its name, and which of that name it is."""
-    driver = simulated.open([SMALL])
+    driver = simulated.open([SMALL_DEVICE])
     calls, call = list[tuple[str, int]](), driver.script.call
 
     def record(name: str) -> tuple[int | None, float]:
@@ -70,12 +61,12 @@ def test_open_says_which_call_failed_first(
 ) -> None:
     """Whichever call of an opening fails, its error names that call, or statistics say the loss."""
     caplog.set_level(logging.CRITICAL, "greensched")
-    wrong, whole = [], anyio.run(open_and_close, simulated.open([SMALL]))
+    wrong, whole = [], anyio.run(open_and_close, simulated.open([SMALL_DEVICE]))
     calls = calls_of_open()
     for at, (name, nth) in enumerate(calls):
         if nth > 2 and (name, nth + 1) in calls:
             continue  # of each driver call the first, the second and the last one are tried
-        driver = simulated.open([SMALL])
+        driver = simulated.open([SMALL_DEVICE])
         failing = {(name, nth)} if last is None else set(calls[at:])
         for other, number in failing:
             driver.script.add(Fail(other, number, status, last=last))
@@ -148,7 +139,7 @@ def test_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture
 @pytest.mark.fault("I4")
 def test_a_failed_opening_is_tried_again() -> None:
     """A failure of the opening and of its cleanup leaves nothing that a later opening meets."""
-    driver = simulated.open([SMALL])
+    driver = simulated.open([SMALL_DEVICE])
     calls = calls_of_open()
     for call, nth in calls[len(calls) // 2 :]:
         driver.script.add(Fail(call, nth, "INVALID_VALUE", last=nth))

@@ -24,23 +24,15 @@ from greensched.device.staging_ring import SLOTS
 from greensched.driver import simulated
 from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.simulated import Crash, Fail, Hang
-from greensched.driver.simulated.device_models import PRESETS, DeviceModel
+from greensched.driver.simulated.device_models import PRESETS
 from greensched.driver.status import from_status
 from greensched.kernels import fill, saxpy, spin
 from greensched.leasing.device_pool import DevicePool
 from greensched.typing import CaptureMode, Feature
+from helpers.devices import SMALL_DEVICE
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
-#: A device so small that its whole menu is three lanes: so every call can fail in turn.
-SMALL = DeviceModel(
-    name="small",
-    compute_capability=(9, 0),
-    gpcs=(8, 8),
-    memory_bytes=2**30,
-    dram_bandwidth=1e12,
-    l2_bytes=2**20,
-)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -511,7 +503,7 @@ Road = Callable[[simulated.SimulatedDriver], Awaitable[None]]
 
 def calls_of(road: Road) -> dict[str, int]:
     clock = simulated.VirtualClock()
-    driver = simulated.open([SMALL], clock=clock)
+    driver = simulated.open([SMALL_DEVICE], clock=clock)
     clock.run(road, driver)
     assert not driver.live()
     return dict(driver.script.calls)
@@ -549,7 +541,7 @@ def test_every_driver_call_fails_in_turn(
     for nth in range(1, (CALLS if road is whole_road else GRAPH_CALLS)[verb] + 1):
         caplog.clear()
         clock = simulated.VirtualClock()
-        driver = simulated.open([SMALL], clock=clock, faults=[Fail(verb, nth, status)])
+        driver = simulated.open([SMALL_DEVICE], clock=clock, faults=[Fail(verb, nth, status)])
 
         async def main(driver: simulated.SimulatedDriver = driver) -> None:
             with anyio.fail_after(100):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -19,23 +20,16 @@ import greensched
 from greensched import ALL, DeviceHung, LaunchConfig, Pool, ServiceClass
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash, Fault, Hang
-from greensched.driver.simulated.device_models import DeviceModel
 from greensched.kernels import fill, saxpy, spin
 from greensched.leasing.watchdog import Watchdog
+from helpers.devices import SMALL_DEVICE
 from helpers.waiting import turns
 
 ONE = LaunchConfig(grid=1, block=1)
 SECOND = 10**9
 LIMIT = 0.5
 #: Four cells of 8 SMs: an executor over every set of them that the tests lease.
-SMALL = DeviceModel(
-    name="small",
-    compute_capability=(9, 0),
-    gpcs=(8, 8, 8, 8),
-    memory_bytes=2**30,
-    dram_bandwidth=1e12,
-    l2_bytes=2**20,
-)
+FOUR_CELLS = replace(SMALL_DEVICE, gpcs=(8, 8, 8, 8))
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -45,7 +39,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(main: Callable[[Any], Any], *faults: Fault) -> None:
         clock = simulated.VirtualClock()
-        driver = simulated.open([SMALL], clock=clock, faults=faults)
+        driver = simulated.open([FOUR_CELLS], clock=clock, faults=faults)
         clock.run(lambda: main(driver), backend=request.param)
 
     return run
@@ -378,7 +372,7 @@ def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
     """Where streams do not write tickets, events say that the work has not ended."""
     clock = simulated.VirtualClock()
     without = [greensched.typing.Feature.WRITE_VALUE]
-    driver = simulated.open([SMALL], clock=clock, faults=[Hang("spin")], without=without)
+    driver = simulated.open([FOUR_CELLS], clock=clock, faults=[Hang("spin")], without=without)
 
     async def main() -> None:
         pool = await opened(driver)
@@ -392,7 +386,7 @@ def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
 
 def test_a_waiter_on_another_loop_is_told() -> None:
     """A task of another loop that awaits the job is told with the holder's."""
-    driver = simulated.open([SMALL], faults=[Hang("spin")])
+    driver = simulated.open([FOUR_CELLS], faults=[Hang("spin")])
 
     async def main() -> None:
         pool = await opened(driver, hang_after=0.05)
@@ -446,7 +440,7 @@ def test_the_exit_policy_ends_the_process_once_it_is_told(
     monkeypatch.setattr(os, "kill", end)
     monkeypatch.setattr(os, "_exit", end)
     clock = simulated.VirtualClock()
-    driver = simulated.open([SMALL], clock=clock, faults=[fault])
+    driver = simulated.open([FOUR_CELLS], clock=clock, faults=[fault])
 
     async def main() -> None:
         pool = await opened(driver, exit_policy=policy)
@@ -483,7 +477,7 @@ def test_the_hardware_queues_are_those_of_the_environment(
     """The error says how many there are, and which executors have work beside the hung one."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     clock = simulated.VirtualClock()
-    driver = simulated.open([SMALL], clock=clock, faults=[Hang("spin")])
+    driver = simulated.open([FOUR_CELLS], clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
         pool = await opened(driver)
