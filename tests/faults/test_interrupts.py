@@ -17,18 +17,10 @@ import pytest
 from faults.cases import rounds
 from greensched import LaunchConfig, Pool, PoolState
 from greensched.driver import simulated
-from greensched.driver.simulated.device_models import DeviceModel
 from greensched.kernels import fill
+from helpers.devices import SMALL_DEVICE
 
 ONE = LaunchConfig(grid=1, block=1)
-MODEL = DeviceModel(
-    name="small",
-    compute_capability=(9, 0),
-    gpcs=(8, 8),
-    memory_bytes=2**30,
-    dram_bandwidth=1e12,
-    l2_bytes=2**20,
-)
 
 
 async def in_a_loop(pool: Pool) -> None:
@@ -62,27 +54,26 @@ def _interrupts() -> Iterator[None]:
 
 def interrupted(program: Callable[[Pool], None], moment: float) -> tuple[Pool, bool]:
     """Run a program, with a Ctrl-C once it has made a share of its driver calls."""
-    driver = simulated.open([MODEL])
+    driver = simulated.open([SMALL_DEVICE])
     program(Pool(driver=driver))
     calls = moment * driver.script.calls.total()
     driver.close()
-    driver = simulated.open([MODEL])
-    pool, main, over = Pool(driver=driver), threading.get_ident(), threading.Event()
+    driver = simulated.open([SMALL_DEVICE])
+    pool, main, call = Pool(driver=driver), threading.get_ident(), driver.script.call
+    sent, seen = threading.Lock(), False  # the lock is taken by the one call that sends
 
-    def interrupt() -> None:
-        while driver.script.calls.total() < calls and not over.wait(1e-5):
-            pass
-        if not over.is_set():
+    def interrupt(name: str) -> tuple[int | None, float]:
+        answer = call(name)
+        if driver.script.calls.total() >= calls and sent.acquire(blocking=False):
             signal.pthread_kill(main, signal.SIGINT)
+        return answer
 
-    thread, seen = threading.Thread(target=interrupt), False
-    thread.start()
+    driver.script.call = interrupt  # type: ignore[method-assign]
     try:
         program(pool)
     except KeyboardInterrupt:
         seen = True
-    over.set()
-    thread.join()
+    del driver.script.call
     assert pool.state in (PoolState.CLOSED, PoolState.CLOSING, PoolState.NEW)
     asyncio.run(pool.aclose(0))  # where a thread closes it, until it has
     driver.close()
