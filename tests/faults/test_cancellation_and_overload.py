@@ -70,7 +70,7 @@ def test_with_every_partition_draining_nothing_is_granted(run: Any) -> None:
 
             async def wait() -> None:
                 async with pool.partition(8):
-                    assert pool.statistics().sms_draining <= 8 * parts
+                    assert pool.statistics().sms_draining < s.sms_draining
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(wait)
@@ -130,9 +130,8 @@ def test_two_tasks_that_wait_for_each_other_are_told(run: Any) -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(use)
                 tasks.start_soon(use)
-            assert told
-            kinds = (greensched.DeadlineExceeded, greensched.WouldDeadlock)
-            assert all(isinstance(error, kinds) for error in told)
+            assert [type(error) for error in told] == [greensched.DeadlineExceeded] * 2
+            assert 1.0 <= driver.time() < 1.1
             async with pool.partitions(half, half):  # both or none
                 assert pool.statistics().leases == 2
 
