@@ -1,7 +1,7 @@
 """Random programs on the real pool, in random schedules, in virtual time.
 
-    python -m tests.faults.schedules --steps 1000000     # programs from seed 0 on
-    python -m tests.faults.schedules --seed 4711         # that one again
+    make schedules                                # programs from seed 0 on, a million steps
+    make schedules STEPS=1 ARGS="--seed 4711"     # that one again
 
 A seed decides everything: the device, the classes, the policy, the tasks and what they do, kernel
 times, driver calls that are slow or fail, kernels that fault or hang, cancellations, the closing of
@@ -29,7 +29,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -59,6 +59,7 @@ from greensched.driver.simulated import Crash, Fail, Fault, Hang, Span
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.faults import FaultScript
 from greensched.kernels import fill, saxpy, spin
+from helpers.devices import SMALL_DEVICE
 
 CONFIG = LaunchConfig(grid=1, block=32)
 #: Items of small arrays, and of those that a thread copies.
@@ -68,11 +69,11 @@ SMALL, LARGE = 64, 32_768
 LONGEST, HANG_AFTER, PATIENCE, PATIENCE_WITH_HANG = 0.010, 0.1, 600.0, 0.5
 #: Statuses of a failed call, by what they mean for the pool.
 MILD = ("INVALID_VALUE", "OUT_OF_MEMORY", "INVALID_RESOURCE_CONFIGURATION", "INVALID_CONTEXT")
-#: Calls that the library makes under a lock of its threads, which virtual time does not know of.
 #: Driver calls that a thread of the library makes for one item at most, once it has begun: most to
 #: make an executor. And those of them that put work on a stream, of which an item has one.
 CALLS_OF_AN_ITEM = 100
 WORK = ("launch", "launch_graph", "copy", "copy_to_device", "copy_to_host", "copy_peer")
+#: Calls that the library makes under a lock of its threads, which virtual time does not know of.
 UNDER_A_LOCK = ("load_code", "get_kernel")
 Backend = Literal["asyncio", "trio"]
 #: The name of the thread of a second loop.
@@ -127,10 +128,7 @@ class Program:
 def model(rng: random.Random) -> DeviceModel:
     """Draw a device of two to eight cells."""
     gpcs = tuple(rng.choice([8, 16]) for _ in range(rng.randint(2, 4)))
-    return DeviceModel(
-        name="small", compute_capability=(9, 0), gpcs=gpcs, memory_bytes=2**30,
-        dram_bandwidth=1e12, l2_bytes=2**20,
-    )  # fmt: skip
+    return replace(SMALL_DEVICE, gpcs=gpcs)
 
 
 def classes(rng: random.Random) -> list[ServiceClass]:
@@ -846,7 +844,7 @@ def main(arguments: list[str]) -> int:
         steps, kinds = steps + checks.steps, kinds + checks.kinds
         if checks.wrong:
             wrong.append(seed)
-            print(*checks.wrong[:1], f"python -m tests.faults.schedules --seed {seed}", sep="\n")
+            print(*checks.wrong[:1], f'make schedules STEPS=1 ARGS="--seed {seed}"', sep="\n")
         seed += 1
         if checks.wrong or not seed % 1000:
             print(f"seed {seed}: {steps} steps, {len(wrong)} wrong", flush=True)
