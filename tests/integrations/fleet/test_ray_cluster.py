@@ -2,7 +2,7 @@
 
 One cluster and one fleet for all of them, on one loop; each test leaves the fleet with nothing to
 do, which is looked at. Pools are told by what a job leaves in a folder, for they are other
-processes: what is waited for there is looked at every now and then, for ten seconds at most.
+processes: what is waited for there is looked at every now and then, for `SOON` seconds at most.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def waiting(fleet: Fleet) -> int:
 
 
 async def remaining(holds: Callable[[], bool]) -> None:
-    """Looks until something holds, for ten seconds at most."""
+    """Looks until something holds, for `SOON` seconds at most."""
     async with asyncio.timeout(SOON):
         while not holds():  # noqa: ASYNC110  another process's doing
             await asyncio.sleep(0.01)
@@ -259,8 +259,7 @@ def test_gpus_that_are_not_free_are_not_waited_for(
 ) -> None:
     """A second fleet has the GPU that is left, and is refused two: Ray would wait for ever."""
     monkeypatch.setattr(gpus, "SETTLED_S", LATE)
-    while gpus.free() != 1:  # an earlier test's pool may still be ending
-        time.sleep(0.05)
+    run(remaining(lambda: gpus.free() == 1))  # an earlier test's pool may still be ending
 
     async def main() -> None:
         with pytest.raises(greensched.NoPool, match="2 free GPUs, and 1 of the 4"):
