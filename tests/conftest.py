@@ -35,7 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in item.iter_markers("fault"):  # for the reports that `make faults` reads
             item.user_properties += [("fault", name) for name in mark.args]
     if not scheduler.__file__.endswith(".py"):
-        skip = pytest.mark.skip(reason="counts or replaces calls in compiled code: make test")
+        skip = pytest.mark.skip(
+            reason="counts or replaces calls of modules that are compiled here: make test runs it"
+        )
         for item in items:
             if "white_box" in item.keywords:
                 item.add_marker(skip)

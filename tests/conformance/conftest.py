@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     kind, loop, *version = request.param
     device_code = request.node.get_closest_marker("runs_device_code") is not None
     if device_code and kind == "cuda" and standin_library() is not None:
-        pytest.skip("the stand-in runs no device code")
+        pytest.skip("needs a GPU, because the stand-in runs no device code: make test-gpu")
     backend = Backend(kind, loop, *version)
     yield backend
     backend.check_nothing_left()

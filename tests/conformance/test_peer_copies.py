@@ -31,9 +31,13 @@ pytestmark = pytest.mark.parametrize("pair", PAIRS)
 def two(backend: Backend, pair: str) -> Pool:
     """A pool over two devices; skips the combinations that other combinations cover."""
     if "@" in pair and (backend.kind, backend.loop) != ("real", "asyncio"):
-        pytest.skip("the other CUDA version copies alike on every loop: it runs on asyncio alone")
+        pytest.skip(
+            "CUDA 13.1 copies in the same way on every loop and clock: it runs on one of them"
+        )
     if not backend.is_simulated and pair != PAIRS[0]:
-        pytest.skip("this kind of pair is simulated only: the machine's own devices run once")
+        pytest.skip(
+            "only a simulated machine has this pair: on a real one its own devices run, once"
+        )
     return backend.pair(pair)
 
 

@@ -33,7 +33,7 @@ HERE = Path(__file__)
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
 #: At the await itself, where Python can.
 AT_THE_AWAIT = pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12"
+    sys.version_info < (3, 12), reason="needs sys.monitoring, which Python has from 3.12 on"
 )
 
 

@@ -10,11 +10,7 @@ from greensched import errors
 from greensched.driver.interface import Driver
 from greensched.driver.types import SMGroup, WorkqueueFacts
 from greensched.typing import Feature
-
-
-def need(driver: Driver, feature: Feature) -> None:
-    if not driver.supports(feature):
-        pytest.skip(f"this stand-in or wheel lacks {feature.value}")
+from helpers.backend import needs
 
 
 def sms(driver: Driver, *groups: SMGroup) -> tuple[list[int], int]:
@@ -25,7 +21,7 @@ def sms(driver: Driver, *groups: SMGroup) -> tuple[list[int], int]:
 
 def test_a_structured_split(driver: Driver) -> None:
     """Several groups of different sizes reach the driver, and come back as asked."""
-    need(driver, Feature.STRUCTURED_SPLIT)
+    needs(driver, Feature.STRUCTURED_SPLIT)
     assert sms(driver, SMGroup(16), SMGroup(64), SMGroup(8)) == ([16, 64, 8], 44)
     assert sms(driver, SMGroup(16), SMGroup(0, 2)) == ([16, 116], 0)
     assert sms(driver, SMGroup(12, backfill=True)) == ([12], 120)
@@ -35,7 +31,7 @@ def test_a_structured_split(driver: Driver) -> None:
 
 def test_a_group_says_its_alignment_and_flags(driver: Driver) -> None:
     """The facts of a group are what the driver made it with."""
-    need(driver, Feature.STRUCTURED_SPLIT)
+    needs(driver, Feature.STRUCTURED_SPLIT)
     whole = driver.device_resource(0)
     (fine, filled), _ = driver.split(whole, [SMGroup(4, 2), SMGroup(12, backfill=True)])
     assert driver.resource_facts(fine).coscheduled_alignment == 2
@@ -44,7 +40,7 @@ def test_a_group_says_its_alignment_and_flags(driver: Driver) -> None:
 
 def test_a_workqueue_is_configured_in_a_copy(driver: Driver, primary: Any) -> None:
     """The driver takes the configured copy beside SMs, and the context says it has it."""
-    need(driver, Feature.WORKQUEUES)
+    needs(driver, Feature.WORKQUEUES)
     default = driver.device_workqueue(0)
     before = driver.workqueue_facts(default)
     mine = driver.configure_workqueue(default, "green_ctx_balanced", 2)

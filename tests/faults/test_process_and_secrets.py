@@ -52,7 +52,7 @@ def test_the_thread_that_opened_a_pool_may_end() -> None:
 @pytest.mark.fault("D15")
 def test_a_sub_interpreter_is_refused_or_works() -> None:
     """It raises what Python says of threads there, or works; no process crashes."""
-    pytest.importorskip("_xxsubinterpreters", reason="Python has them under another name")
+    pytest.importorskip("_xxsubinterpreters", reason="Python 3.13 renamed _xxsubinterpreters")
     inner = """
         import asyncio, warnings
         warnings.simplefilter("ignore")
@@ -157,7 +157,7 @@ def test_dependencies_are_pinned() -> None:
 
 
 @pytest.mark.fault("I16")
-def test_the_suite_is_clean_in_development_mode() -> None:
+def test_tests_of_grants_are_clean_in_development_mode() -> None:
     """Tests of grants, where tasks end and loops close, pass with every warning an error."""
     flags = ["-W", "error", "-X", "dev", "-m", "pytest", "-q", "-p", "no:randomly", "-k", "loop"]
     ended = subprocess.run(

@@ -139,7 +139,7 @@ def opened(backend: Backend, spec: str = DEVICE, devices: int = 1) -> Iterator[t
 def needs(driver: Driver, feature: Feature) -> None:
     """Skip the test if the driver lacks a feature; other tests show that the library says so."""
     if not driver.supports(feature):
-        pytest.skip(f"this driver lacks {feature.value}")
+        pytest.skip(f"this driver or its bindings lack {feature.value}")
 
 
 def standin_library() -> ctypes.CDLL | None:

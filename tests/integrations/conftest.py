@@ -22,7 +22,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     from benchmarks.system import ray as bench
 
     if request.config.getoption("--driver") != "simulated":
-        pytest.skip("simulated GPUs alone")
+        pytest.skip("the cluster has simulated GPUs: make test-integrations runs it")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GREENSCHED_DRIVER", "simulated:h200")  # what its processes inherit
         patched.setenv("RAY_metrics_report_interval_ms", "1000")

@@ -19,7 +19,7 @@ JOBS = 3000
 def test_no_job_is_lost_with_a_node(request: pytest.FixtureRequest) -> None:
     """Each is answered or refused by its deadline, none but idempotent ones twice; none hangs."""
     if request.config.getoption("--driver") != "simulated":
-        pytest.skip("simulated GPUs alone")
+        pytest.skip("the cluster has simulated GPUs: make test-integrations runs it")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.system.ray", "--loss", "--jobs", str(JOBS)],
         cwd=ROOT,

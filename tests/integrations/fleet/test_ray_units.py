@@ -32,7 +32,7 @@ from greensched.integrations.ray.remote_client import RemoteClient
 @pytest.fixture(autouse=True)
 def _once(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--driver") != "simulated":
-        pytest.skip("needs no driver")
+        pytest.skip("uses no CUDA driver: it runs once, on the simulated one")
 
 
 # -- choosing ---------------------------------------------------------------------------------
