@@ -45,7 +45,7 @@ Operation = Callable[[Pool], Awaitable[int]]
 LEASES, LAUNCHES = 400, 10
 #: Answers that are measured, and seconds between two of `top`.
 ANSWERS, INTERVAL = 100, 1.0
-#: What a line says that tests whether something is to be recorded.
+#: Names of which one is in each line that tests whether something is to be recorded.
 TESTS = "watched", "notes_jobs", "on_resize"
 #: Bars on the ratios.
 PROMETHEUS, TOP, RECORDS = 1.05, 1.02, 1.01
@@ -62,14 +62,16 @@ async def measure() -> list[Row]:
     """Return a row for each operation and each way to watch."""
     rows = []
     for what, work in OPERATIONS.items():
-        name, sides = f"{what}, exported to Prometheus | not exported", partial(_sides, what, work)
-        rows.append(await paired(name, partial(sides, _export), PROMETHEUS))
-    for what in BOTH:
+        sides = partial(_sides, work, _export)
+        rows.append(
+            await paired(f"{what}, exported to Prometheus | not exported", sides, PROMETHEUS)
+        )
+    for what in OF_TOP_AND_RECORDS:
         work = OPERATIONS[what]
-        sides = partial(_sides, what, work, Pool.time_leases)  # as `Pool(socket=True)` does
+        sides = partial(_sides, work, Pool.time_leases)  # as `Pool(socket=True)` does
         row = await paired(f"{what}, top attached | no socket", sides, TOP)
-        rows.append(_with_answers(row, await _answer(what, work)))
-    return [*rows, *[await _lines(what) for what in BOTH]]
+        rows.append(_with_answers(row, await _answer(work)))
+    return [*rows, *[await _lines(what) for what in OF_TOP_AND_RECORDS]]
 
 
 # -- operations ----------------------------------------------------------------------------------
@@ -115,8 +117,8 @@ OPERATIONS: dict[str, Operation] = {
     "lease, two sizes in turn": _leases_in_turn,
     "lease, launch, await": _launches,
 }
-#: Those of the bars on `top` and on records.
-BOTH = "lease", "lease, launch, await"
+#: Those with a bar on `top`, and one on records.
+OF_TOP_AND_RECORDS = "lease", "lease, launch, await"
 
 
 # -- ways to watch -------------------------------------------------------------------------------
@@ -130,17 +132,17 @@ def _export(pool: Pool) -> None:
 
 @asynccontextmanager
 async def _sides(
-    what: str, work: Operation, watch: Callable[[Pool], None], block: int
+    work: Operation, watch: Callable[[Pool], None], block: int
 ) -> AsyncIterator[tuple[Work, Work]]:
     """Open two pools, of which one is watched: the first or the second that was made."""
-    async with _pool(what) as first, _pool(what) as second:
+    async with _pool(work) as first, _pool(work) as second:
         ours, theirs = (first, second)[:: 1 if block % 2 else -1]
         watch(ours)
         yield partial(_burst, work, ours), partial(_burst, work, theirs)
 
 
-def _pool(what: str, *, socket: bool = False) -> Pool:
-    services = CLASSES if "class" in what else ()
+def _pool(work: Operation, *, socket: bool = False) -> Pool:
+    services = CLASSES if work is _leases_of_a_class else ()
     return Pool(driver="simulated:h200", services=services, socket=socket)
 
 
@@ -151,10 +153,10 @@ async def _burst(work: Operation, pool: Pool) -> float:
     return (process_time() - start) / count
 
 
-async def _answer(what: str, work: Operation) -> float:
+async def _answer(work: Operation) -> float:
     """Return the CPU seconds that an answer takes of a pool, with what follows from it."""
     found = []
-    async with _pool(what, socket=True) as pool:
+    async with _pool(work, socket=True) as pool:
         await work(pool)
         with _client() as read:
             for _ in range(ANSWERS):
@@ -218,8 +220,8 @@ async def _lines(what: str) -> Row:
             run["records" if any(test in line for test in TESTS) else "other"] += 1
         return trace
 
-    async with _pool(what) as pool:
-        work = OPERATIONS[what]
+    work = OPERATIONS[what]
+    async with _pool(work) as pool:
         for _ in range(2):  # loads and caches what an operation needs
             await work(pool)
         before = sys.gettrace()
