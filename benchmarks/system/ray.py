@@ -157,7 +157,7 @@ async def _in_turns(
                 await call()
 
             return await _rate(awaited, number, in_flight)
-        return await asyncio.to_thread(at_once)  # pools would miss a loop that it blocks
+        return await asyncio.to_thread(at_once)  # on the loop, it would stop our heartbeats
 
     rounds = [(await ours(), await theirs()) for _ in range(ROUNDS + 1)][1:]
     return median(a for a, _ in rounds), median(b for _, b in rounds)

@@ -66,7 +66,7 @@ HANG_AFTER, HUNG, LOAD = 1.0, 3.0, 10.0
 #: leases: 170 threads come to 6 MiB. With one arena for all, and no caches of threads, only memory
 #: that is in use grows.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-#: By how much the line through the samples of the second half may rise from its begin to its end.
+#: By how much the line through the samples of the second half may rise, from its first to its last.
 #: An executor of a shape that is not prebuilt owns a dozen objects, and comes and goes.
 MOST_RISE = {"resident": 2 << 20, "threads": 0.5, "files": 0.5, "device_bytes": 0, "objects": 25}
 
@@ -123,7 +123,8 @@ class Soak:
         self._driver = simulated.open([MODEL], clock=self._clock)
         self._pool = Pool(driver=self._driver, hang_after=HANG_AFTER, prepare=[spin, saxpy])
         self.kinds: Counter[str] = Counter()
-        #: How the loads on devices with faults ended.
+        #: Pools on devices with faults, and how their loads ended.
+        self.others = 0
         self.ends: Counter[str] = Counter()
 
     def rounds(self) -> Iterator[Sample]:
@@ -175,6 +176,7 @@ class Soak:
 
     def _other_pool(self, rng: random.Random, faults: Sequence[Fault]) -> None:
         """Open a pool on a device with faults, load it, and close it."""
+        self.others += 1
         clock = simulated.VirtualClock(rng.randrange(1 << 30))
         driver = simulated.open("h20", clock=clock, faults=faults)
         clock.run(self._load, Pool(driver=driver, hang_after=HANG_AFTER), rng)
@@ -385,7 +387,7 @@ def main() -> int:
         prog="python -m benchmarks.system.soak",
         description="Run leases with faults; memory, threads, files and objects must not grow.",
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="(default: %(default)g)")
     parser.add_argument(
         "--seed", type=int, default=random.randrange(1000), help="of the leases (default: random)"
     )
@@ -407,7 +409,7 @@ def main() -> int:
                 flush=True,
             )
     rounds.close()
-    print(f"{len(samples)} rounds, {4 * len(samples)} pools opened and closed beside them")
+    print(f"{len(samples)} rounds, {soak.others} pools opened and closed beside them")
     for counted in (soak.kinds, soak.ends):
         print(", ".join(f"{number} {what}" for what, number in counted.most_common()))
     risen = rises(samples)
