@@ -53,10 +53,11 @@ MAX_REASON = 123
 class PoolErrors:
     """Middleware that turns a pool's errors into the responses of `STATUS`, as `{"detail": ...}`.
 
-    A full queue is 429 with `Retry-After`: the pool's estimate in whole seconds, rounded up. A
-    request that would miss its deadline is 503; its `Retry-After` is how late it would be. Errors
-    that `STATUS` does not list, and errors in the middle of a response, pass through. An exception
-    group (for example from an `asyncio.TaskGroup`) gets a response if all its errors are listed.
+    A full queue is 429 with `Retry-After`: the pool's estimate times a random number from 1 to 2,
+    so that refused clients return apart, in whole seconds, rounded up. A request that would miss
+    its deadline is 503; its `Retry-After` is how late it would be. Errors that `STATUS` does not
+    list, and errors in the middle of a response, pass through. An exception group (for example from
+    an `asyncio.TaskGroup`) gets a response if all its errors are listed.
 
     * Mounted applications are covered: their own 500, sent before the error arrives here, is
       replaced. For this a complete response of status 500 is sent only when the application
