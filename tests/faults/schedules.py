@@ -5,13 +5,13 @@
 
 A seed decides everything: the device, the classes, the policy, the tasks and what they do, kernel
 times, driver calls that are slow or fail, kernels that fault or hang, cancellations, the closing of
-the pool, and the schedule. A loop runs any callback that is ready next, on trio any task, and a
-thread of the library runs where another one waits, or a driver call does. asyncio promises to run
-callbacks in the order in which they became ready; the library must not need it, because a thread or
-a timer makes them ready in any order.
+the pool, and the schedule. Of what is ready, an asyncio loop runs any callback next, and trio any
+task; a thread of the library runs while another waits or is in a driver call. asyncio promises to
+run callbacks in the order in which they became ready; the library must not need it, because a
+thread or a timer makes them ready in any order.
 
-After each step of a loop, what must always hold is checked: `Checks.after_step`. What must hold in
-the end is in `Checks.at_end`. A program that breaks a rule prints the line that repeats it.
+Between two steps of a loop, what must always hold is checked: `Checks.before_step`. What must hold
+in the end is in `Checks.at_end`. A program that breaks a rule prints the line that repeats it.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class SlowScript(FaultScript):
 
 
 class Checks:
-    """What must hold after each step and in the end. Keeps the first thing that did not."""
+    """What must hold between steps and in the end. Keeps the first five things that did not."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -11,15 +11,15 @@ Each is compared with the same work on fixed partitions, first in, first out. Co
 - *below*: of the highest class with a target more than 2 %, and more than one request, fewer were
   in time than on fixed partitions; *tied*, if another class has its priority.
 
-Not all of them are mended. Under `fifo`, `fair`, `deadline` and `sized`, locked and free none:
+None is locked or free. Others remain, here counted under `fifo`, `fair`, `deadline` and `sized`:
 
 | programs       | starved    | below      | tied       |
 |----------------|------------|------------|------------|
 | 0 to 999       | 0, 0, 0, 2 | 1, 1, 1, 1 | 3, 2, 2, 1 |
 | 50000 to 50924 | 0, 0, 1, 0 | 2, 2, 2, 2 | 2, 2, 1, 3 |
 
-Programs to 49999 were looked at while the scheduler was changed, later ones never. Known to be left
-are, of the first 1500 and of 20000 to 21499: starved under `sized` 406 and 830, where many small
+Programs up to 49999 were used while the scheduler was changed, later ones never. The seeds that
+remain of 0 to 1499 and of 20000 to 21499 are: starved under `sized` 406 and 830, where many small
 leases of higher classes leave a large size rarely free; below under `sized` 590, 1382, 20196,
 20418, 20697 and 20908, under the others 346, 20315 and 20418; tied 162, 530 and 568.
 
