@@ -26,6 +26,7 @@ from benchmarks.micro import (
     pytest_plugin,
     queue,
     scheduler,
+    traces,
     traffic,
     watching,
 )
@@ -34,6 +35,7 @@ from benchmarks.system import client_disconnect, http, soak
 
 from benchmarks import suites
 from greensched.capacity import sweeps
+from greensched.capacity.traffic import read
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
 
@@ -243,6 +245,19 @@ def test_the_percentile_is_a_sample() -> None:
     samples = np.arange(1000.0)
     assert timing.percentile([samples[500:], samples[:500]], 0.999) == 998
     assert timing.name_of(0.999) == "p99.9"
+
+
+@pytest.mark.parametrize(("name", "requests"), [("crowd", 6051), ("sessions", 5959)])
+def test_a_trace_is_what_the_capacity_page_was_measured_with(
+    name: str, requests: int, tmp_path: Path
+) -> None:
+    """The planner reads it; it has as many requests as then, and only `crowd` has crowds."""
+    traces.main(name, tmp_path / "trace.csv")
+    found = read(tmp_path / "trace.csv")
+    assert len(found) == requests
+    crowded = sum(each.at % 150 > 130 for each in found) / (traces.SECONDS * 20 / 150)
+    other = sum(each.at % 150 <= 130 for each in found) / (traces.SECONDS * 130 / 150)
+    assert (2.7 < crowded / other < 3.3) is (name == "crowd")
 
 
 @pytest.mark.filterwarnings("ignore:<Partition:ResourceWarning")
