@@ -45,7 +45,7 @@ Operation = Callable[[Pool], Awaitable[int]]
 LEASES, LAUNCHES = 400, 10
 #: Answers that are measured, and seconds between two of `top`.
 ANSWERS, INTERVAL = 100, 1.0
-#: Names of which one is in each line that tests whether something is to be recorded.
+#: Each line that tests whether to record something has one of these names.
 TESTS = "watched", "notes_jobs", "on_resize"
 #: Bars on the ratios.
 PROMETHEUS, TOP, RECORDS = 1.05, 1.02, 1.01
