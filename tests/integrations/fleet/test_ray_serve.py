@@ -17,19 +17,18 @@ from typing import Any
 
 import httpx
 import pytest
+
+pytest.importorskip("ray.serve", reason="ray[serve] is not installed: make test-integrations")
+import ray
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
 
 from greensched import Pool
 from greensched.driver import simulated
 from greensched.driver.simulated import Crash, Fault, Hang
 from greensched.integrations import asgi
 from greensched.kernels import reduce_sum
-
-ray = pytest.importorskip("ray", reason="ray is not installed: make test-integrations")
-serve = pytest.importorskip(
-    "ray.serve", reason="ray[serve] is not installed: make test-integrations"
-)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
