@@ -31,7 +31,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,7 +42,7 @@ from benchmarks.lib.report import Report, clocks, smi
 from greensched import ALL, REST, Pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "09_inference_server"))
-from batch import Batch, Piece
+from batch import Answer, Batch, Piece
 from engine import (
     Engine,
     Place,
@@ -206,17 +206,21 @@ def use(stream: Any) -> None:
 
 
 def on_stream(begin: Callable[[], None], make: Callable[[], Any]) -> Place:
-    """Return a place that is a thread with a stream."""
-    thread = ThreadPoolExecutor(1)
+    """Return a place that is a thread with a stream; another thread waits for the passes."""
+    thread, waits = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     thread.submit(begin).result()
     graphs = thread.submit(make).result()
 
-    @asynccontextmanager
-    async def take() -> AsyncIterator[Turn]:
-        loop = asyncio.get_running_loop()
-        yield Turn(lambda batch: loop.run_in_executor(thread, graphs.compute, batch))
+    def wait(launched: Future[Answer]) -> Answer:
+        answer = launched.result()
+        answer.wait()
+        return answer
 
-    return take
+    def run(batch: Batch) -> Awaitable[Answer]:
+        launched = thread.submit(graphs.launch, batch)
+        return asyncio.get_running_loop().run_in_executor(waits, wait, launched)
+
+    return held(run)
 
 
 def held(run: Run) -> Place:
@@ -229,10 +233,23 @@ def held(run: Run) -> Place:
     return take
 
 
+def for_each(place: Place) -> Place:
+    """Return a place that is entered anew for each pass."""
+
+    @asynccontextmanager
+    async def take() -> AsyncIterator[Turn]:
+        async with place() as turn:
+            yield Turn(turn.run, lambda: False, 1)
+
+    return take
+
+
 # -- arms -----------------------------------------------------------------------------------------
 
 
 Serve = Callable[[Engine], Awaitable[None]]
+#: Compute a pass and wait for it.
+Compute = Callable[[Batch], Awaitable[list[int]]]
 
 
 class Bench:
@@ -322,7 +339,7 @@ class Bench:
                 (prefill, self.model.prefill_graphs),
             ):
                 graphs = await p.local(make)
-                places.append(held(functools.partial(p.run, graphs.compute)))
+                places.append(held(functools.partial(p.run, graphs.launch)))
             yield lambda engine: separate(engine, *places)
 
     @asynccontextmanager
@@ -330,17 +347,17 @@ class Bench:
         """greensched, held: decode keeps `sms` SMs, and each prompt has a lease of the others."""
         async with self._pool(sms) as pool, pool.partition(sms, service="decode") as p:
             graphs = await p.local(self.model.decode_graphs)
-            decode = held(functools.partial(p.run, graphs.compute))
+            decode = held(functools.partial(p.run, graphs.launch))
             rest = self.sms - sms
-            prefill = leased(pool, "prefill", self.model.prefill_graphs, lambda: rest)
+            prefill = for_each(leased(pool, "prefill", self.model.prefill_graphs, lambda: rest))
             yield lambda engine: separate(engine, decode, prefill)
 
     @asynccontextmanager
     async def sized(self, sms: int) -> AsyncIterator[Serve]:
-        """greensched, sized: leases that change with the load; all SMs unless both need some.
+        """greensched, sized: leases that change with the load.
 
-        It is the server's default: a decode step has `sms` SMs while a prompt waits or is read, and
-        a prompt has the others while sequences grow.
+        It is the server's default: a decode step of few sequences has `sms` SMs, of many all while
+        no prompt waits or is read; a prompt has all while no sequence grows, or else the others.
         """
         async with self._pool(sms) as pool:
 
@@ -428,7 +445,7 @@ def is_kept(found: dict[str, Any], target: int) -> bool:
 # -- passes alone ---------------------------------------------------------------------------------
 
 
-async def fill(model: Any, read: Run, sequences: int) -> None:
+async def fill(model: Any, read: Compute, sequences: int) -> None:
     """Read a prompt of `CACHED` tokens into each of the first slots."""
     rng = random.Random(1)
     most = model.shape.prefill_sizes[-1]
@@ -437,7 +454,7 @@ async def fill(model: Any, read: Run, sequences: int) -> None:
         await read(Batch(pieces=[Piece(slot, tokens, 0, is_last=True)]))
 
 
-async def agreement(step: Run, read: Run) -> float:
+async def agreement(step: Compute, read: Compute) -> float:
     """Return the share of tokens that are the same when all is read anew for each.
 
     In 16 bits it is not 1 with random weights, whose best tokens are nearly equal.
@@ -454,7 +471,7 @@ async def agreement(step: Run, read: Run) -> float:
     return equal / tokens / len(prompts)
 
 
-async def repeated(run: Run, batch: Batch, times: int) -> list[float]:
+async def repeated(run: Compute, batch: Batch, times: int) -> list[float]:
     """Return the milliseconds of each repetition, one after another."""
     found = []
     for _ in range(times):

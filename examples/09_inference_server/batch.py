@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 #: Pieces of prompts that one pass can read.
 MAX_PIECES = 4
+#: Passes of one set of graphs that may be submitted at a time.
+AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,19 @@ class Batch:
     def rows(self) -> int:
         """The tokens that the pass computes."""
         return len(self.slots) + sum(len(piece.tokens) for piece in self.pieces)
+
+
+class Answer(Protocol):
+    """What a submitted pass computes."""
+
+    def wait(self) -> None:
+        """Block until the pass has ended."""
+
+    def tokens(self) -> list[int]:
+        """Return the next token of each slot and ended prompt, once the pass has ended.
+
+        They are there until `AHEAD` further passes are submitted.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from batch import MAX_PIECES, Batch, Shape
+from batch import AHEAD, MAX_PIECES, Batch, Shape
 from torch.nn import functional as nn
 
 # With the import, torch's stream in `p.run` is the partition's.
@@ -389,7 +389,8 @@ _capturing = threading.Lock()
 class Graphs:
     """The graphs of a model on one set of SMs, each for a number of slots and of prompts' tokens.
 
-    Make and use it where these SMs' stream is torch's current one. It runs one pass at a time.
+    Make and use it where these SMs' stream is torch's current one. At most `AHEAD` passes may be
+    submitted at a time: each has arrays of its own for what goes up and comes down.
 
     Args:
         model: the model.
@@ -399,9 +400,10 @@ class Graphs:
     def __init__(self, model: Model, sizes: Sequence[tuple[int, int]]) -> None:
         self._model = model
         most = max(Inputs.size(*size) for size in sizes)
+        width = max(rows for rows, _ in sizes) + MAX_PIECES
         self._inputs = torch.empty(most, dtype=torch.int64, device=model.device)
-        self._sent = host_array(most, model.device)
-        self._received = host_array(max(rows for rows, _ in sizes) + MAX_PIECES, model.device)
+        self._chosen = torch.zeros(width, dtype=torch.int64, device=model.device)
+        self._answers = itertools.cycle([Answer(most, width, model.device) for _ in range(AHEAD)])
         self._sizes = sorted(sizes, key=sum)
         self._generator = torch.Generator(model.device)
         self._graphs: dict[tuple[int, int], Any] = {}
@@ -415,53 +417,55 @@ class Graphs:
 
     def compute(self, batch: Batch) -> list[int]:
         """Compute a batch and wait for it; return the next token of each slot and ended prompt."""
-        size = self._filled(batch)
+        answer = self.launch(batch)
+        answer.wait()
+        return answer.tokens()
+
+    def launch(self, batch: Batch) -> Answer:
+        """Submit a batch; do not wait for it."""
+        size, answer = self._size_for(batch), next(self._answers)
+        self._send(answer, batch, size)
         if size in self._graphs:
             self._graphs[size].replay()
-            torch.cuda.current_stream().synchronize()
         else:
             with torch.inference_mode():
                 self._work(size)
-        found = self._received.tolist()
-        first = size[0]
-        return [
-            *found[: len(batch.slots)],
-            *(found[first + number] for number, p in enumerate(batch.pieces) if p.is_last),
-        ]
+        answer.receive(self._chosen)
+        return answer
 
-    def _filled(self, batch: Batch) -> tuple[int, int]:
-        """Describe a batch to the smallest graph that it fits, and return that graph's size."""
+    def _size_for(self, batch: Batch) -> tuple[int, int]:
+        """Return the size of the smallest graph that a batch fits."""
         length = batch.rows - len(batch.slots)
-        size = next(
+        return next(
             (rows, tokens)
             for rows, tokens in self._sizes
             if rows >= len(batch.slots) and tokens >= length and (tokens > 0) == (length > 0)
         )
-        Inputs(self._sent.numpy(), *size).fill(batch, self._model.spare, self._model.shape.context)
-        return size
+
+    def _send(self, answer: Answer, batch: Batch, size: tuple[int, int]) -> None:
+        """Describe a batch to a graph of this size."""
+        sent = answer.describe(batch, size, self._model)
+        self._inputs[: len(sent)].copy_(sent, non_blocking=True)
 
     def seconds(self, batch: Batch, times: int) -> float:
         """Return the seconds of a batch's graph on the device, on average."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph = self._graphs[self._filled(batch)]
+        size = self._size_for(batch)
+        self._send(next(self._answers), batch, size)
         began.record()
         for _ in range(times):
-            graph.replay()
+            self._graphs[size].replay()
         ended.record()
         ended.synchronize()
         return began.elapsed_time(ended) / 1e3 / times
 
     def _work(self, size: tuple[int, int]) -> None:
-        self._inputs.copy_(self._sent, non_blocking=True)
         chosen = self._model.compute(Inputs(self._inputs, *size), self._generator)
-        self._received[: len(chosen)].copy_(chosen, non_blocking=True)
+        self._chosen[: len(chosen)].copy_(chosen)
 
     @torch.inference_mode()
     def _capture(self, size: tuple[int, int], pool: Any) -> Any:
-        nothing = Batch(pieces=())
-        Inputs(self._sent.numpy(), *size).fill(
-            nothing, self._model.spare, self._model.shape.context
-        )
+        self._send(next(self._answers), Batch(), size)
         self._work(size)  # what libraries do at their first call cannot be captured
         stream = torch.cuda.current_stream()
         stream.synchronize()
@@ -473,6 +477,44 @@ class Graphs:
         finally:
             graph.capture_end()
         return graph
+
+
+class Answer:
+    """What goes up for a pass, and the tokens that it computes, as `batch.Answer`.
+
+    Args:
+        most: numbers that go up.
+        width: numbers that come down.
+        device: of the graphs.
+    """
+
+    def __init__(self, most: int, width: int, device: str) -> None:
+        self._sent, self._received = host_array(most, device), host_array(width, device)
+        self._numbers = self._sent.numpy()
+        self._ended = None if device == "cpu" else torch.cuda.Event()
+        #: The places of the tokens among the numbers that come down.
+        self._places: list[int] = []
+
+    def describe(self, batch: Batch, size: tuple[int, int], model: Model) -> Any:
+        """Return the numbers of a batch for a graph of this size."""
+        Inputs(self._numbers, *size).fill(batch, model.spare, model.shape.context)
+        ends = [size[0] + n for n, piece in enumerate(batch.pieces) if piece.is_last]
+        self._places = [*range(len(batch.slots)), *ends]
+        return self._sent[: Inputs.size(*size)]
+
+    def receive(self, chosen: Any) -> None:
+        """Have the tokens come down behind the pass."""
+        self._received.copy_(chosen, non_blocking=True)
+        if self._ended is not None:
+            self._ended.record()
+
+    def wait(self) -> None:
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def tokens(self) -> list[int]:
+        found = self._received.tolist()
+        return [found[place] for place in self._places]
 
 
 def host_array(size: int, device: str) -> Any:

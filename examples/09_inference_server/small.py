@@ -72,6 +72,10 @@ class Small:
         return self
 
     @cost(pass_cost)
+    def launch(self, batch: Batch) -> Tokens:
+        """Submit a batch; on simulated GPUs it is computed now, and takes its time on them."""
+        return Tokens(self.compute(batch))
+
     def compute(self, batch: Batch) -> list[int]:
         """Compute a batch; return the next token of each slot and ended prompt."""
         tokens = [self._read(slot, [self.newest[slot]], self.length[slot]) for slot in batch.slots]
@@ -102,6 +106,19 @@ class Small:
         token = int((normed(x[-1]) @ self.head.T).argmax())
         self.newest[slot], self.length[slot] = token, end
         return token
+
+
+class Tokens:
+    """The answer of a pass, as `batch.Answer`."""
+
+    def __init__(self, found: list[int]) -> None:
+        self._found = found
+
+    def wait(self) -> None:
+        """Return at once: the tokens are there."""
+
+    def tokens(self) -> list[int]:
+        return self._found
 
 
 def normed(x: Any) -> Any:
