@@ -67,7 +67,7 @@ HANG_AFTER, HUNG, LOAD = 1.0, 3.0, 10.0
 #: that is in use grows.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 #: By how much the line through the samples of the second half may rise, from its first to its last.
-#: An executor of a shape that is not prebuilt owns a dozen objects, and comes and goes.
+#: An executor owns a dozen objects, and is made when its set of cells is first needed.
 MOST_RISE = {"resident": 2 << 20, "threads": 0.5, "files": 0.5, "device_bytes": 0, "objects": 25}
 
 #: A thread of an executor: "greensched DEVICE:CELLS PURPOSE".

@@ -12,7 +12,6 @@ from greensched import LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.integrations.testing import SimPool
 from greensched.kernels import spin
-from helpers.small_executors import keeping, one_cell_executors
 
 CONFIG = LaunchConfig(grid=16, block=32)
 
@@ -24,32 +23,6 @@ class Thing:
 
     def close(self) -> None:
         self.closed += 1
-
-
-async def test_an_evicted_executor_closes_it(
-    sim_pool: SimPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is closed with an executor that is evicted for another, while the pool goes on."""
-    one_cell_executors(monkeypatch)
-    things = [Thing(), Thing()]
-
-    def first() -> Thing:
-        return things[0]
-
-    def second() -> Thing:
-        return things[1]
-
-    async with keeping(sim_pool(), 1) as pool:
-        async with pool.partition(24) as p:
-            await p.local(first)
-        async with pool.partition(8) as p:
-            await p.local(second)
-        for sms in (40, 48, 56):  # each a new executor, for which an old one is evicted
-            async with pool.partition(sms):
-                pass
-        await anyio.sleep(1)  # the builder ends it behind the grant
-        assert [thing.closed for thing in things] == [1, 0]
-    assert [thing.closed for thing in things] == [1, 1]
 
 
 @pytest.mark.parametrize("fault", [simulated.Crash("spin"), simulated.Hang("spin")])

@@ -1,4 +1,4 @@
-"""Pools with few executors: few prebuilt ones, and few kept of other shapes."""
+"""Pools with few executors: few prebuilt ones, and few of other shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_cell_executors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceCells, "menu", menu)
 
 
-def keeping(pool: Pool, max_extra: int) -> Pool:
-    """Limit how many other executors a pool keeps; the pool is not open yet."""
-    pool._lifecycle.options = replace(pool._lifecycle.options, max_extra=max_extra)
+def at_most(pool: Pool, executors: int) -> Pool:
+    """Limit the executors of each device of a pool that is not open yet."""
+    pool._lifecycle.options = replace(pool._lifecycle.options, max_executors=executors)
     return pool

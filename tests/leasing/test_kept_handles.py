@@ -10,13 +10,13 @@ import anyio
 import pytest
 
 import greensched
-from greensched import ALL, LaunchConfig, Pool
+from greensched import ALL, REST, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.kept_handles import KeptContext, KeptHandles
 from greensched.driver.simulated import Crash, SimulatedDriver
 from greensched.kernels import spin
 from greensched.typing import CaptureMode
-from helpers.small_executors import keeping, one_cell_executors
+from helpers.small_executors import one_cell_executors
 
 ONE = LaunchConfig(grid=1, block=1)
 
@@ -112,23 +112,23 @@ def test_many_pools_take_no_more_device_memory_than_one(driver: SimulatedDriver)
     driver.release_primary(0)
 
 
-def test_an_evicted_executor_leaves_its_handles_to_the_next_one(
+def test_the_next_pool_has_an_executor_over_each_kept_context(
     driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a library remembers of it is valid, and making it again makes no green context."""
+    """So the limit of executors is one of green contexts, however many pools were open before."""
     one_cell_executors(monkeypatch)
+    executors: list[int] = []
 
-    async def main() -> None:
-        async with keeping(Pool(driver=driver), 1) as pool:
-            (first,) = await addresses(pool, 16)
-            for size in (24, 32, 40):
-                await addresses(pool, size)
-            await anyio.to_thread.run_sync(record_on, driver, first)
-            made = driver.script.calls["create_green"]
-            assert await addresses(pool, 16) == [first]
-            assert driver.script.calls["create_green"] == made
+    async def use(pool: Pool) -> None:
+        executors.append(pool.statistics().executors)
+        await addresses(pool, 16, 24, 8, REST)
 
-    anyio.run(main)
+    in_pool(driver, use)
+    made, kept = driver.script.calls["create_green"], driver.kept.count(0)["green context"]
+    in_pool(driver, use)
+    assert executors == [executors[0], kept]
+    assert kept > executors[0]
+    assert driver.script.calls["create_green"] == made
 
 
 @pytest.mark.parametrize("other", [{"granularity": "fine"}, {"workqueues": "balanced"}])

@@ -66,6 +66,15 @@ class KeptHandles:
         """Keep a context for the next user. All its work must be done."""
         self._contexts[os.getpid(), device, key] = context
 
+    def cells(self, device: int, like: ContextKey) -> list[int]:
+        """Return the cells of unused contexts whose key is `like`, except for its cells."""
+        fine, _, balanced = like
+        return [
+            cells
+            for pid, ordinal, (is_fine, cells, is_balanced) in tuple(self._contexts)
+            if (pid, ordinal, is_fine, is_balanced) == (os.getpid(), device, fine, balanced)
+        ]
+
     def cut(self, device: int, minimum: int, fine: bool, split: Callable[[], Cut]) -> Cut:
         """Return the outputs of a device's split by these numbers; split only the first time.
 

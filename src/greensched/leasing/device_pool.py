@@ -2,17 +2,16 @@
 
 The device is split once, so its cells are disjoint. An executor is a green context over a set of
 cells. Executors are made in advance for a set of shapes (aligned blocks and their complements), or
-when a request needs a missing one. Excess executors are closed, least recently used first, but
-never with work in flight.
+when a request needs a missing one. Their number is bounded, because none is closed before the pool:
+its green context lasts until the process ends (`driver.kept_handles`), and with it device memory.
 
-Making and closing executors blocks, so only the pool's builder thread does it. Once the pool is
-open, its lock guards `add`, `take` and `evictable`.
+Making executors blocks, so only the pool's builder thread does it. Once the pool is open, its lock
+guards `executors`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from greensched._cleanup import run_all
@@ -37,10 +36,9 @@ logger = logging.getLogger("greensched")
 #: A driver's capacity is not documented: making them stops without an error when the driver
 #: refuses.
 MAX_PREBUILT = 160
-#: The most executors of other shapes that are kept, with their threads, events and users' values.
-#: It is large because on an H200 making a green context waits until the device is idle. The
-#: context, of some 5 MiB, is kept even after its executor is closed (`driver.kept_handles`).
-MAX_EXTRA = 96
+#: The most executors of a device, as far as requests can wait for an existing one instead. Without
+#: a limit a service with leases of four sizes comes to 2,300 in 260,000 leases, some 13 GiB.
+MAX_EXECUTORS = 256
 
 
 class DevicePool:
@@ -55,7 +53,7 @@ class DevicePool:
         fine: Whether to split as finely as possible, so that large thread-block clusters do not
             fit.
         balanced: Whether each executor gets work queues that it does not share, where possible.
-        max_extra: The most executors to keep that were not made in advance.
+        max_executors: From how many executors on requests wait for an existing one.
     """
 
     def __init__(
@@ -67,16 +65,14 @@ class DevicePool:
         *,
         fine: bool = False,
         balanced: bool = False,
-        max_extra: int = MAX_EXTRA,
+        max_executors: int = MAX_EXECUTORS,
     ) -> None:
         self.device = device
-        self._max_extra = max_extra
+        self._max_executors = max_executors
         #: The other devices of the pool by ordinal. Set once all devices are open.
         self.neighbours: Mapping[int, DevicePool] = {}
-        #: Executors by their cells, least recently used first.
-        self.executors: OrderedDict[int, Executor] = OrderedDict()
-        #: The number of users' values that were made with executors now closed.
-        self.values_made = 0
+        #: Executors by their cells.
+        self.executors: dict[int, Executor] = {}
         #: What the device lacks: for each feature a sentence with the cause.
         self.degraded: list[str] = []
         try:
@@ -88,7 +84,6 @@ class DevicePool:
                 device, split, self.words, self.staging, host, kernels, balanced=balanced
             )
             self._probe_words()
-            self.prebuilt = frozenset(self.cells.menu(MAX_PREBUILT))
             self.slots = StagingRing(device.primary)
             self.memory = DeviceAllocator(device.primary, self.words)
             self.pinned = PinnedAllocator(device.primary)
@@ -113,12 +108,14 @@ class DevicePool:
             )
 
     def _prebuild(self) -> None:
-        """Make the executors of the menu. Stop if the device twice lacks capacity for one.
+        """Make the executors of the menu, and those whose green contexts are kept.
+
+        Stop if the device twice lacks capacity for one.
 
         Raises:
             CUDAError: Another failure, or no executor at all can be made.
         """
-        menu = self.cells.menu(MAX_PREBUILT)
+        menu = list(dict.fromkeys((*self.cells.menu(MAX_PREBUILT), *self.builder.kept())))
         for mask in menu:
             try:
                 self.add(self.builder.make_again(mask))
@@ -136,8 +133,7 @@ class DevicePool:
     # -- executors ---------------------------------------------------------------------------------
 
     def prebuild_homes(self, masks: Collection[int]) -> None:
-        """Make the executors over the classes' home cells, without evicting any. Blocks."""
-        self.prebuilt |= {*masks}
+        """Make the executors over the classes' home cells. Blocks."""
         for mask in masks:
             if mask not in self.executors:
                 self.add(self.builder.make_again(mask))
@@ -146,16 +142,9 @@ class DevicePool:
         """Make an executor available for leases."""
         self.executors[executor.mask] = executor
 
-    def evictable(self, keep: Collection[int]) -> list[int]:
-        """Return the cells of executors to close, least recently used first.
-
-        They exceed the most that are kept, were not made in advance, are not in `keep`, and have
-        neither a lease nor work.
-        """
-        extra = [mask for mask in self.executors if mask not in self.prebuilt]
-        unused = [m for m in extra if m not in keep and not self.executors[m].is_leased]
-        idle = [mask for mask in unused if self.executors[mask].is_idle]
-        return idle[: max(0, len(extra) - self._max_extra)]
+    def has_room(self, making: int) -> bool:
+        """Say whether there may be another executor beside those, and so many being made."""
+        return len(self.executors) + making < self._max_executors
 
     # -- its end -----------------------------------------------------------------------------------
 

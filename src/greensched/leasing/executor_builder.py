@@ -89,6 +89,11 @@ class ExecutorBuilder:
         except CUDAError:
             raise first from None
 
+    def kept(self) -> list[int]:
+        """Return the cells of the green contexts that earlier pools have left."""
+        kept, of_split = self._device.driver.kept, self._split.key(0, bool(self._queues))
+        return kept.cells(self._device.ordinal, of_split)
+
     def context(self, mask: int) -> Context:
         """Return the green context over a set of cells, a kept one or a new one."""
         options = ContextOptions(resources=[*self._split.resources(mask), *self._queues])

@@ -163,6 +163,7 @@ class LeaseManager:
             placement=placement,
             on_reclaim=self._close_cached_locked,
         )
+        scheduler.allocator.may_make = self.builder.has_room
         for index, (each, ready) in enumerate(
             zip(device_pools, scheduler.ready_masks, strict=True)
         ):
@@ -362,7 +363,6 @@ class LeaseManager:
         executors = self.device_pools[grant.device].executors
         executor = executors[grant.mask]
         executor.is_leased = True
-        executors.move_to_end(grant.mask)
         return executor
 
     def _unclaimed_locked(self) -> list[Request]:
@@ -527,7 +527,6 @@ class LeaseManager:
                 self.watchdog.set_services_locked(services)
                 for index, device_pool in enumerate(self.device_pools):
                     homes = self.scheduler.home_masks(index)
-                    device_pool.prebuilt |= {*homes}
                     missing = [m for m in homes if m not in device_pool.executors]
                     self.scheduler.missing_executors.update({(index, m): None for m in missing})
         self.notify_granted(granted)

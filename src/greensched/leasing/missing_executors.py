@@ -7,7 +7,6 @@ from functools import partial
 from threading import RLock
 from typing import Protocol
 
-from greensched._cleanup import run_all
 from greensched.driver.interface import Driver
 from greensched.execution.background import BackgroundTask
 from greensched.execution.executor import Executor
@@ -117,7 +116,6 @@ class MissingExecutors:
             executor = device_pool.executors.get(mask) or device_pool.builder.make(mask)
         except Exception as error:  # any error, because a waiting task raises it
             failure = error
-        evicted: list[Executor] = []
         refused: list[Request] = []
         with host.lock:
             self.active = None
@@ -127,7 +125,7 @@ class MissingExecutors:
                     executor.abandon()
                 return failure
             if executor is not None:
-                evicted = self._add_locked(index, executor)
+                self._add_locked(index, executor)
                 granted = host.scheduler.made(host.driver.time())
             else:
                 refused = [
@@ -137,22 +135,16 @@ class MissingExecutors:
         for request in refused:
             assert failure is not None
             refuse(request, failure)
-        try:
-            host.notify_granted(granted)
-        finally:
-            run_all(old.close for old in evicted)
+        host.notify_granted(granted)
         return failure
 
-    def _add_locked(self, index: int, executor: Executor) -> list[Executor]:
-        """Make an executor available; return the executors to close in exchange."""
-        scheduler, device_pool = self._host.scheduler, self._host.device_pools[index]
-        ready, mask = scheduler.ready_masks[index], executor.mask
-        device_pool.add(executor)
-        ready.setdefault(mask.bit_count(), {})[mask] = None
-        granted = {grant.mask for grant in scheduler.allocator.grants[index]}
-        evicted = []
-        for other in device_pool.evictable(keep={mask} | granted):
-            evicted.append(device_pool.executors.pop(other))
-            device_pool.values_made += evicted[-1].locals.made
-            del ready[other.bit_count()][other]
-        return evicted
+    def has_room(self, index: int) -> bool:
+        """Say whether a device may have another executor. The caller holds the manager's lock."""
+        making = sum(of_device == index for of_device, _ in self._queued)
+        return self._host.device_pools[index].has_room(making)
+
+    def _add_locked(self, index: int, executor: Executor) -> None:
+        """Make an executor available."""
+        mask = executor.mask
+        self._host.device_pools[index].add(executor)
+        self._host.scheduler.ready_masks[index].setdefault(mask.bit_count(), {})[mask] = None

@@ -23,7 +23,7 @@ from greensched.execution.background import BackgroundTask
 from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
 from greensched.leasing import process
-from greensched.leasing.device_pool import MAX_EXTRA, DevicePool
+from greensched.leasing.device_pool import MAX_EXECUTORS, DevicePool
 from greensched.leasing.lease_cache import LeaseCache, PlacingLeaseCache
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.pool_state import CloseReport, PoolState
@@ -42,7 +42,7 @@ class PoolOptions:
     """The checked arguments of `Pool`.
 
     Attributes:
-        max_extra: The most executors kept for each device that were not made in advance.
+        max_executors: From how many executors of a device on requests wait for an existing one.
     """
 
     driver: str | Driver | None
@@ -57,7 +57,7 @@ class PoolOptions:
     reserve_bytes: int
     hang_after: float | None = None
     exit_policy: ExitPolicy = "report"
-    max_extra: int = MAX_EXTRA
+    max_executors: int = MAX_EXECUTORS
 
 
 class PoolServer(Protocol):
@@ -189,7 +189,7 @@ class PoolLifecycle:
                     options.reserve_bytes,
                     fine=options.fine,
                     balanced=options.balanced,
-                    max_extra=options.max_extra,
+                    max_executors=options.max_executors,
                 )
                 device_pools.append(device_pool)
             for each in device_pools:

@@ -22,6 +22,8 @@ class PoolStatistics(SchedulerStatistics):
         sms_leased, sms_draining: How many of the `sms_total` SMs are leased or draining.
         sms_free: The SMs that one request can get now, summed over the devices. This excludes
             free SMs that do not fit into one partition with others.
+        executors: How many green contexts exist for leases. From 256 on a device makes another one
+            only for a request that can use none of them; until then it has some 6 MiB for each.
         values_made: How many values of `p.local` and executable graphs of `p.capture` leases
             made. Values that `prepare_local` made before traffic do not count.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
@@ -67,8 +69,7 @@ def collect_statistics(
         leases=leases,
         executors=len(executors),
         executors_made=sum(each.builder.made for each in device_pools),
-        values_made=sum(each.values_made for each in device_pools)
-        + sum(executor.locals.made for executor in executors),
+        values_made=sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
         degraded=tuple(what for each in device_pools for what in each.degraded),
         services=scheduler.services(now),

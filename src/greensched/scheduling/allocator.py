@@ -48,6 +48,8 @@ class SMAllocator:
         self.free_sms = [cells.total for cells in self.devices]
         #: Sets of cells with an executor, by device and number of cells. The pool updates it.
         self.ready_masks: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
+        #: Whether a device may have another executor. The pool replaces it.
+        self.may_make: Callable[[int], bool] = lambda device: True  # noqa: ARG005  any may
         #: Grants whose cells are not free yet, by device.
         self.grants: list[dict[Grant, None]] = [{} for _ in self.devices]
         #: The shared grants among them, and the number of grants that exclude shared ones.
@@ -263,8 +265,10 @@ class SMAllocator:
 
     def visible(self, state: ClassState, device: int, count: int) -> int:
         """Return so many free cells, and the remainder. Other classes' reserves come last."""
-        free, cells = self.free_masks[device], self.devices[device]
-        reservations = self.reservations[device]
+        return self._visible_of(self.free_masks[device], state, device, count)
+
+    def _visible_of(self, free: int, state: ClassState, device: int, count: int) -> int:
+        cells, reservations = self.devices[device], self.reservations[device]
         left = free & cells.cell_mask
         if count >= left.bit_count():
             return free
@@ -281,14 +285,13 @@ class SMAllocator:
 
     def reachable(self, request: Request, device: int, without: int = 0) -> int:
         """Return the cells that a request could be granted if only `without` were held."""
-        cells = self.devices[device]
+        cells, state = self.devices[device], request.class_state
         most = cells.full_mask & ~without
         if not self.is_limited:
             return most
         length = self._known_length(request, device)
-        count = self._reachable_cells(request, device, length)
-        count = min(count, request.class_state.cap // cells.size)
-        return lowest(most & cells.cell_mask, count) | (most & cells.remainder_mask)
+        count = min(self._reachable_cells(request, device, length), state.cap // cells.size)
+        return self._visible_of(most, state, device, count)
 
     def can_ever_fit(self, request: Request, device: int, without: int = 0) -> bool:
         """Say whether a request could be granted on a device if only `without` were held."""
@@ -304,6 +307,15 @@ class SMAllocator:
         least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
         masks = masks and cells.fit_all(reachable, least)
         return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
+
+    def find_idle(self, request: Request, device: int, without: int) -> tuple[int, ...]:
+        """Return the cells that a request could be granted if only `without` were held."""
+        cells, reachable = self.devices[device], self.reachable(request, device, without)
+        return cells.fit_all(reachable, request.target, self.ready_masks[device])
+
+    def missing(self, device: int, masks: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the (device, cells) of those sets that have no executor."""
+        return [(device, mask) for mask in masks if not self.is_made(device, mask)]
 
     def needs_loan(self, request: Request) -> bool:
         """Say whether a request may fit only with borrowed cells, even after every lease ends."""
@@ -496,7 +508,7 @@ class SMAllocator:
 
         best = max(found, key=value, default=0)
         missing = [mask for mask in ideals if not best or value(mask) > value(best)]
-        return best, missing[0] if missing else 0
+        return best, missing[0] if missing and self.may_make(device) else 0
 
     def _choices(self, grant: Grant, least: int, most: int) -> _Choices:
         """Return the cells from which a grant may choose."""

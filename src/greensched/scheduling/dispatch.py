@@ -60,25 +60,49 @@ class Dispatcher:
             masks = self._find(request, device, now, limit)
             if not masks:
                 continue
-            missing = [(device, mask) for mask in masks if not allocator.is_made(device, mask)]
-            is_exclusive = masks[0] <= allocator.devices[device].full_mask
-            if missing and request.is_elastic and is_exclusive:
-                self.missing_executors.update(dict.fromkeys(missing))
+            if not all(allocator.is_made(device, mask) for mask in masks):
+                masks = self._made_instead(request, device, masks, now, limit)
+                if not masks:
+                    continue
+            request.missing_executors = ()
+            request.grants = grants = allocator.allocate(request, device, masks, now)
+            request.state = GRANTED
+            if request.holder is not None:
+                self._held.setdefault(request.holder, []).extend(grants)
+            self.granted += 1
+            return True
+        return False
+
+    def _made_instead(
+        self,
+        request: Request,
+        device: int,
+        masks: tuple[int, ...],
+        now: float,
+        limit: int | None,
+    ) -> tuple[int, ...]:
+        """Return cells with an executor to grant instead of cells without one, or none.
+
+        Notes the executors to make. If the device may have no other one, a request waits for those
+        that exist, and only executors that it could wait for without end are made.
+        """
+        allocator = self.allocator
+        missing = allocator.missing(device, masks)
+        if masks[0] <= allocator.devices[device].full_mask:
+            may_make = allocator.may_make(device)
+            if request.is_elastic:
+                if may_make:
+                    self.missing_executors.update(dict.fromkeys(missing))
                 is_aged = not self.policy.may_overtake(request, now)
                 made = allocator.find_made(request, device, limit, is_aged=is_aged)
                 if made:
-                    masks, missing = (made,), []
-            if not missing:
-                request.missing_executors = ()
-                request.grants = grants = allocator.allocate(request, device, masks, now)
-                request.state = GRANTED
-                if request.holder is not None:
-                    self._held.setdefault(request.holder, []).extend(grants)
-                self.granted += 1
-                return True
-            if not request.missing_executors:
-                request.missing_executors = tuple(missing)
-        return False
+                    return (made,)
+            if allocator.grants[device] and not may_make:
+                held = self.held_by(request).get(device, 0)
+                missing = allocator.missing(device, allocator.find_idle(request, device, held))
+        if not request.missing_executors:
+            request.missing_executors = tuple(missing)
+        return ()
 
     def _find(
         self, request: Request, device: int, now: float, limit: int | None
