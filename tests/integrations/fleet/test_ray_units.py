@@ -176,6 +176,8 @@ def test_services_answer_for_a_fleet() -> None:
 MAKE = protocol.cloudpickle.dumps(Pool)
 SNAPSHOT = protocol.Snapshot(True, 132, 132, 0, 0, 0.0)
 FACTS = protocol.PoolInfo("f/0", "node", 132, SNAPSHOT)
+#: Jobs, one in each turn, that have a Ray call each.
+ALONE = protocol.FEW + 1
 
 
 class Actor:
@@ -269,13 +271,32 @@ def test_calls_of_ray_are_bounded() -> None:
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
-        for _ in range(CALLS + 4):
+        for _ in range(ALONE + 4):
             jobs.append(job(connection))
             await turn()
-        assert len(actor.batches) == CALLS
+        assert len(actor.batches) == ALONE
         actor.reply(0, 1)
         await turn()
-        assert [len(batch.messages) for batch in actor.batches] == [1] * CALLS + [4]
+        assert [len(batch.messages) for batch in actor.batches] == [1] * ALONE + [4]
+        for one in jobs:
+            one.cancel()
+
+    on_a_line(test)
+
+
+def test_many_jobs_have_two_calls() -> None:
+    """What comes while two are in flight goes with the next."""
+
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        jobs = [job(connection) for _ in range(ALONE)]
+        for _ in range(CALLS + 1):
+            await turn()
+            jobs.append(job(connection))
+        await turn()
+        assert [len(batch.messages) for batch in actor.batches] == [ALONE] + [1] * (CALLS - 1)
+        actor.reply(0)
+        await turn()
+        assert len(actor.batches[CALLS].messages) == 2
         for one in jobs:
             one.cancel()
 
@@ -303,16 +324,16 @@ def test_a_cancellation_is_sent_at_once() -> None:
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
-        for _ in range(CALLS + 1):
+        for _ in range(ALONE + 1):
             jobs.append(job(connection))
             await turn()
-        assert len(actor.batches) == CALLS
+        assert len(actor.batches) == ALONE
         jobs[-1].cancel()
         await turn()
-        assert len(actor.batches) == CALLS
+        assert len(actor.batches) == ALONE
         jobs[0].cancel()
         await turn()
-        assert [list(batch.messages) for batch in actor.batches[CALLS:]] == [
+        assert [list(batch.messages) for batch in actor.batches[ALONE:]] == [
             [protocol.Message("cancel", 1)]
         ]
         for one in jobs:
@@ -327,7 +348,7 @@ def test_a_broken_line_says_what_was_sent() -> None:
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         sent = []
-        for _ in range(CALLS):
+        for _ in range(ALONE):
             sent.append(job(connection))
             await turn()
         unsent = job(connection)
@@ -391,6 +412,10 @@ async def three(p: Any) -> int:
     return 3
 
 
+async def endless(p: Any) -> None:
+    await asyncio.Event().wait()
+
+
 def test_batches_are_handled_in_their_order() -> None:
     """A batch that overtook another waits for it: a cancellation never comes before its job."""
 
@@ -417,6 +442,29 @@ def test_a_newer_batch_releases_the_older() -> None:
         assert not (await asyncio.wait_for(first, 10)).outcomes
         assert not second.done()
         second.cancel()
+
+    with_a_caller(test)
+
+
+def test_each_of_few_jobs_has_a_batch_that_waits() -> None:
+    """Of few jobs, none ends a call that waits for another; of more, only the newest waits."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        code = protocol.cloudpickle.dumps(endless)
+        replies: list[asyncio.Future[protocol.ReplyBatch]] = []
+        for number in range(protocol.FEW):
+            sent = batch(number, run_of(number + 1, b"d"), **({} if number else {"d": code}))
+            replies.append(asyncio.ensure_future(caller.reply(sent)))
+            await turn()
+        assert not any(reply.done() for reply in replies)
+        caller.fail(ZeroDivisionError())
+        ended = (await asyncio.wait_for(replies.pop(0), 10)).outcomes
+        assert [outcome.number for outcome in ended] == [*range(1, protocol.FEW + 1)]
+        assert not any(reply.done() for reply in replies)
+        jobs = [run_of(number, b"d") for number in range(10, 11 + protocol.FEW)]
+        last = asyncio.ensure_future(caller.reply(batch(protocol.FEW, *jobs)))
+        await asyncio.wait_for(asyncio.gather(*replies), 10)
+        assert not last.done()
 
     with_a_caller(test)
 
@@ -456,7 +504,7 @@ def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their calls must not queue inside Ray, where they are invisible: the next is refused."""
-    assert pool_actor.MOST_CALLERS * (CALLS + 1) < pool_actor.CONCURRENCY
+    assert pool_actor.MOST_CALLERS * (ALONE + 1) < pool_actor.CONCURRENCY
     monkeypatch.setattr(pool_actor, "MOST_CALLERS", 0)
     with pytest.raises(greensched.QueueFull):
         asyncio.run(pool_actor.PoolActor("f/0", MAKE).hello("key", protocol.PROTOCOL))

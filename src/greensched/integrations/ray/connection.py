@@ -20,8 +20,9 @@ from greensched.integrations.ray.protocol import (
     ReplyBatch,
 )
 
-#: Ray calls in flight to one pool: one waits there for outcomes, one is on its way. Messages that
-#: come meanwhile go together in the next call: one costs a millisecond, and ten jobs as much.
+#: Ray calls in flight to one pool with more than `protocol.FEW` jobs: one waits there for outcomes,
+#: one is on its way. Messages that come meanwhile go together in the next call: one costs a
+#: millisecond, and ten jobs as much.
 CALLS = 2
 #: Seconds without work after which the connection polls for the pool's snapshot.
 IDLE = 0.1
@@ -44,7 +45,7 @@ class PoolConnection:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._last_reply = self._loop.time()
-        self._handle, self._key = handle, key
+        self._exchange, self._goodbye, self._key = handle.exchange, handle.goodbye, key
         self._code, self._known = code, set[bytes]()
         self._outbox: list[Message] = []
         self._pending: dict[int, asyncio.Future[Outcome]] = {}
@@ -121,7 +122,8 @@ class PoolConnection:
     # -- batches -----------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        if self._outbox and self._calls < CALLS and not self.closed.done():
+        few = len(self._pending) - len(self._outbox) <= protocol.FEW
+        if self._outbox and (few or self._calls < CALLS) and not self.closed.done():
             self._send()
 
     def _poll(self) -> None:
@@ -138,7 +140,7 @@ class PoolConnection:
         )
         self._sent_batches += 1
         self._calls += 1
-        call = self._handle.exchange.remote(protocol.pack_batch(self._key, batch))
+        call = self._exchange.remote(protocol.pack_batch(self._key, batch))
         call.future().add_done_callback(functools.partial(self._replied, messages))
 
     def _replied(self, messages: list[Message], call: Future[Any]) -> None:
@@ -202,5 +204,5 @@ class PoolConnection:
     def close(self) -> None:
         """Close the connection and notify the pool."""
         if not self.closed.done():
-            self._handle.goodbye.remote(self._key)
+            self._goodbye.remote(self._key)
         self.fail("the fleet was closed here")

@@ -21,10 +21,10 @@ from greensched.integrations.ray.remote_client import RemoteClient
 
 logger = logging.getLogger("greensched")
 
-#: The most clients of one pool. Each client has `connection.CALLS` Ray calls in flight, and none
-#: may queue inside Ray, where it is invisible; so `CONCURRENCY` exceeds their number.
+#: The most clients of one pool. Each client has up to `protocol.FEW` + 1 Ray calls in flight, and
+#: none may queue inside Ray, where it is invisible; so `CONCURRENCY` exceeds their number.
 MOST_CALLERS = 200
-CONCURRENCY = 1000
+CONCURRENCY = 2000
 #: The most jobs of a pool, including jobs whose arguments are still being fetched. The pool's own
 #: queue is bounded, too.
 MOST_JOBS = 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 
@@ -34,9 +35,9 @@ class PoolActorView(Protocol):
 class RemoteClient:
     """A client of a pool. All methods run on the pool's loop.
 
-    At most one batch waits here, the newest. It gets its reply when something has ended, when the
-    pool's state has changed, or after a heartbeat. An older batch gets its reply when a newer batch
-    comes, so that the client can always send another.
+    The oldest batch that waits here gets its reply when something has ended, when the pool's state
+    has changed, or after a heartbeat. Of more than `protocol.FEW` jobs only the newest batch waits,
+    so that the client can always send another; of fewer, one for each.
     """
 
     def __init__(self, actor: PoolActorView) -> None:
@@ -46,7 +47,7 @@ class RemoteClient:
         self._next_batch = 0
         #: Batches that arrived before their predecessors, by number.
         self._early: dict[int, asyncio.Future[None]] = {}
-        self._wakeup: asyncio.Future[None] | None = None
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._ended: list[Outcome] = []
         self._reported: Snapshot | None = None
         self._code: dict[bytes, bytes] = {}
@@ -76,24 +77,24 @@ class RemoteClient:
 
     async def _wait_for_news(self) -> None:
         """Wait for an outcome, a change of state, a newer batch or a heartbeat."""
-        older = self._wakeup
-        if older is not None:
-            _wake(older)  # it takes what has ended
-        elif self._ended:
+        if self._ended and not self._waiting:
             return
-        wakeup = self._wakeup = self._loop.create_future()
+        wakeup = self._loop.create_future()
+        self._waiting.append(wakeup)
+        most = len(self._tasks) if len(self._tasks) <= protocol.FEW else 1
+        for older in [*self._waiting][: -max(1, most)]:
+            _wake(older)
         beat = self._loop.call_later(protocol.HEARTBEAT, _wake, wakeup)
         try:
             await wakeup
         finally:
             beat.cancel()
-            if self._wakeup is wakeup:
-                self._wakeup = None
+            self._waiting.remove(wakeup)
 
     def wake(self) -> None:
-        """Reply to the waiting batch."""
-        if self._wakeup is not None:
-            _wake(self._wakeup)
+        """Reply to the oldest batch that waits: it takes what has ended."""
+        if self._waiting:
+            _wake(self._waiting[0])
 
     def update(self, snapshot: Snapshot) -> None:
         """Send the pool's state if it has changed."""
