@@ -9,14 +9,16 @@ import sys
 import tempfile
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import greensched
 from faults.cases import rounds
-from greensched.leasing import process
+from greensched.leasing import process, sync
 
 #: Python 3.12 and newer warn of every fork beside threads; here it is done on purpose.
 FLAGS = ("-W", "ignore:This process:DeprecationWarning")
@@ -153,6 +155,57 @@ ENDS = {
 def test_the_interpreter_ends_soon_and_quietly(left: str) -> None:
     """With whatever is left open or at work, exit takes little time and says nothing: code 0."""
     assert quiet(ENDS[left]) == ""
+
+
+@pytest.mark.fault("D3", "D4")
+def test_the_exit_joins_no_thread() -> None:
+    """Each thread of a pool is a daemon, whatever was used: Python joins all others at the exit."""
+    said = quiet(
+        """
+        async def main():
+            await pool.open()
+            await asyncio.to_thread(pool.sync.open)
+            async with pool.trace(os.devnull):
+                async with pool.partition(16) as p:
+                    p.launch(ONE, spin, 1000)
+                    await p.run(going.set)
+                    with await p.upload(np.zeros(1 << 20, np.uint8)) as big:
+                        await p.download(big)
+                    ours = [t for t in threading.enumerate() if "greensched" in t.name]
+                    print(*sorted(t.name.rpartition(" ")[2] for t in ours if t.daemon))
+                    print([t.name for t in ours if not t.daemon])
+            await asyncio.to_thread(pool.sync.close)
+            await pool.aclose()
+
+        asyncio.run(main())
+        """
+    )
+    daemons, others = said.splitlines()
+    assert {"builder", "submit", "sync", "trace", "worker"} <= {*daemons.split()}
+    assert others == "[]"
+
+
+@pytest.mark.fault("D3", "D4")
+def test_the_exit_waits_once_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all pools that were left open together, with work that ends its grace before that."""
+    waits: list[tuple[int, float]] = []
+
+    def note(futures: Collection[Future[Any]], limit: float) -> None:
+        waits.append((len(futures), limit))
+        wait(futures)
+
+    monkeypatch.setattr(sync, "wait", note)
+    pools = [greensched.Pool(driver="simulated:h20") for _ in range(3)]
+    for pool in pools:
+        pool.sync.open()
+    with pytest.warns(ResourceWarning, match="was never closed") as warned:
+        sync._close_at_exit()
+    assert len(warned) == 3
+    assert waits == [(3, sync.EXIT_LIMIT)]
+    assert sync.EXIT_GRACE < sync.EXIT_LIMIT < 1
+    for pool in pools:
+        assert pool.state is greensched.PoolState.CLOSED
+        pool.sync.close()
 
 
 @pytest.mark.parametrize("left", ["an open pool", "a lease in hand", "a kernel in flight"])
