@@ -50,6 +50,9 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
+# Or every process of a run would compile the package, the tests and hypothesis again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo docs screens docs-serve test faults every-call schedules check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
