@@ -48,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+# Two threads of BLAS wait actively for a processor that another test has, which costs a product of
+# 256 x 256 elements 18 times as much. For the processes of xdist and of tests: in this one a plugin
+# has imported numpy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 if "GREENSCHED_STANDIN_LIB" in os.environ:  # or its GPU would have one pool on this machine
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
 
