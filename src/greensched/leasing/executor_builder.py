@@ -68,7 +68,8 @@ class ExecutorBuilder:
         context = self.context(mask)
         words, staging = self._words, self._staging
         try:
-            executor = Executor(self._device, context, mask, words, staging, self._host)
+            with context.entered():  # once, instead of for each stream and event
+                executor = Executor(self._device, context, mask, words, staging, self._host)
         except BaseException:
             context.close()
             raise

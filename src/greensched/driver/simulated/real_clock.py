@@ -68,6 +68,8 @@ class RealClock(HostServices):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Block the calling thread until a condition holds; `changed` triggers its check."""
         with self._changed:
+            if ready():
+                return
             self.poke()
             self._changed.wait_for(lambda: ready() or self._closed)
             if not ready():
