@@ -506,8 +506,8 @@ class Pool(Uncopyable):
             async with pool, pool.trace("t.perfetto-trace"):
                 ...
 
-        The file has tracks for the queue, each device, each set of SMs and its jobs, with flows
-        from a request to its lease, its jobs and their ends, and counters. Times are the host's.
+        The file has counters, and tracks for the queue, each device, each set of SMs and its jobs.
+        Flows connect a request, its lease, its jobs and their ends. Times are the host's.
         A thread writes it while the pool runs, and the file is complete however the block ends:
         leases and requests that are still open end there in the trace. A file of that name is
         replaced. While the block is open the pool is watched; see `watch` for the cost.

@@ -174,7 +174,7 @@ class _Prompt:
 
 
 class _Prompts:
-    """The prompts that can be in time, in order of arrival, and so of their due times."""
+    """The prompts that can be in time, in order of arrival, which is the order of due times."""
 
     def __init__(self, prefill: ServiceProfile, target: float) -> None:
         self._prefill = prefill

@@ -190,7 +190,7 @@ class Prefill(Server):
         self._pending_tokens: list[tuple[Arrival, float]] = []
         if decode is not None and self._target_aware:
             decode.before_step = self._release_tokens
-        #: How many times longer than alone recent prompts took, on average.
+        #: The time of recent prompts, on average, relative to their time without other work.
         self._stretch = 1.0
 
     async def serve(self) -> None:
@@ -209,7 +209,7 @@ class Prefill(Server):
                 self._release_token(arrival, served)
 
     def _note_stretch(self, seconds: float, alone: float) -> None:
-        """Update the average of how many times longer than alone recent prompts took."""
+        """Update the average time of prompts relative to their time without other work."""
         self._stretch += SMOOTHING * (seconds / alone - self._stretch)
 
     def _may_delay_token(self, arrival: Arrival, now: float) -> bool:

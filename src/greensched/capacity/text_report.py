@@ -19,8 +19,8 @@ _COLUMNS = (
 def table(results: Results) -> str:
     """Format the whole report.
 
-    Latencies are in milliseconds: of requests, to the first token (prefill) or between tokens
-    (decode). Attainments and shares are in percent; "at least" is the interval's lower end.
+    Latencies are in milliseconds: of a whole request, until the first token (prefill), or between
+    tokens (decode). Attainments and shares are in percent; "at least" is the interval's lower end.
     """
     report = as_dict(results)
     seeds = ", ".join(map(str, report["seeds"]))

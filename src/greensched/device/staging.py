@@ -253,7 +253,7 @@ class ChunkedCopier:
 def _by_twos(
     items: Iterable[T], begin: Callable[[int, T], Event], end: Callable[[int, T], object]
 ) -> None:
-    """Begin items alternately on two chunks, and end each once it is done."""
+    """Begin each item on the chunk that the last one did not use; end it once its event is done."""
     under_way: deque[tuple[Event, int, T]] = deque()
 
     def end_first() -> None:

@@ -220,7 +220,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(NEVER)
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        """Return the SMs of a context. A green context's can be split again."""
+        """Return the SMs of a context. Those of a green context can be split again."""
 
     @abc.abstractmethod
     @driver_call(NEVER)

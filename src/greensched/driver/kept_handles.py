@@ -34,7 +34,7 @@ class KeptContext:
 
     Args:
         green: The driver's green context. It retains the primary context.
-        handle: The same as a context that can be current.
+        handle: The handle by which the green context is made current.
     """
 
     __slots__ = ("green", "handle", "streams")

@@ -198,7 +198,7 @@ class Lease:
         self._update_fast_path()
 
     def _update_fast_path(self) -> None:
-        """Set the flag that each submission reads: only the thread and the bound need checks."""
+        """Set `fast_path_ok`: a submission then checks only its thread, its loop and its depth."""
         executor = self.executor
         works = executor.hang is None and not executor.launch_stream.health.is_over
         self.fast_path_ok = self.state is LeaseState.OPEN and works and not self.stream_shared

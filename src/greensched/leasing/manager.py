@@ -696,7 +696,8 @@ class LeaseManager:
     def _look_for_closed_loops(self, poller: CompletionPoller) -> None:
         """Take over what closed loops left, at most once every `TICK_S`.
 
-        No tick does it while the queue is empty, and small or elastic requests may never queue.
+        No tick looks for them while the queue is empty, and small or elastic requests may never
+        queue.
         """
         now = self._time()
         if now >= self._look_due:

@@ -47,8 +47,8 @@ V = TypeVar("V")
 def _interrupts_deferred() -> Iterator[None]:
     """Handle a SIGINT after the block, so that a loop is started or ended completely or not at all.
 
-    An interrupt inside would leave a loop's thread that never ends, but is waited for. Only the
-    main thread is interrupted, and only by a handler written in Python.
+    Otherwise an interrupt could leave a loop's thread that never ends, and the exit would wait for
+    it. Only the main thread is interrupted, and only by a handler written in Python.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main else None

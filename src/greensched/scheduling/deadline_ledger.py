@@ -95,7 +95,7 @@ class PackedWork:
         return [ledger.due_by(due) for ledger in self._ledgers]
 
     def has_room(self, now: float, due: float, work: Sequence[float]) -> bool:
-        """Say whether all later work stays in time with so much more work due by `due`."""
+        """Say whether all later work stays in time if this much more work is due by `due`."""
         pairs = zip(self._ledgers, work, strict=True)
         return all(ledger.has_room(now, due, added) for ledger, added in pairs)
 
@@ -153,7 +153,7 @@ class DeadlineLedger:
         return self._late + self._fold(self._now, self._bucket(due) + 1)[0]
 
     def has_room(self, now: float, due: float, work: float) -> bool:
-        """Say whether all later work stays in time with so much more work due by `due`."""
+        """Say whether all later work stays in time if this much more work is due by `due`."""
         first = max(self._now, self._bucket(due))
         tight = self._fold(first, self._now + BUCKETS)[1]
         before = self._late + self._fold(self._now, first)[0]

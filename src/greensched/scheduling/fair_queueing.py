@@ -6,8 +6,8 @@ class with the smallest start tag is next. Virtual time is the start tag of the 
 that begins to wait starts there, so an idle class saves nothing up. (Goyal, Vin and Cheng, SIGCOMM
 1996.)
 
-The duration of a lease is unknown when it is granted. So its class is charged the expected
-SM-seconds, and at the end of the lease the difference to the actual ones.
+The duration of a lease is unknown when it is granted. So its class is first charged
+the expected SM-seconds, and at the end of the lease the charge is corrected to the actual ones.
 """
 
 from __future__ import annotations

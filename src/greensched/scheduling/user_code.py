@@ -5,8 +5,8 @@ exception leaves such a call: `defer` keeps it, and the decision continues with 
 logged there either, because a log handler is the user's code, too. `report` raises or logs it once
 the decision is complete and no lock is held.
 
-Meanwhile the caller's lock is held, and nothing changes. `call` notifies the readers of the state,
-so that a thread that the user's code waits for can read it.
+While the user's code runs, the lock stays held and the state does not change. `call` notifies the
+readers of the state, so that they read it without the lock: the user's code may wait for them.
 """
 
 from __future__ import annotations

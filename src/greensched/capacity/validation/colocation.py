@@ -90,7 +90,7 @@ def check_colocation(seed: int) -> Iterator[Check]:
 
 
 def _training(step: tuple[Stretch, ...], seed: int) -> Iterator[int]:
-    """Yield the nanoseconds of a job's kernels endlessly, from a stretch chosen by the seed."""
+    """Yield the lengths of a job's kernels, in ns, endlessly. The seed chooses where they begin."""
     first = random.Random(f"training {seed}").randrange(len(step))
     for number, us in itertools.cycle(step[first:] + step[:first]):
         yield from itertools.repeat(1000 * us, number)

@@ -80,7 +80,7 @@ class KernelOp(Operation):
 
     @property
     def limit(self) -> float:
-        """When the kernel ends at the latest, even if its `until` is still false."""
+        """The time at which the kernel ends even if its `until` is still false."""
         return self.start + (math.inf if self.cost.limit_ns is None else self.cost.limit_ns)
 
     def resume(self, timeline: Timeline, when: int) -> None:
