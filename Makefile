@@ -30,7 +30,7 @@
 #   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
 #   make bench-engine   find the highest rate of each way to serve a language model, on this machine's GPU
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
-#   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs; one is lost
+#   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs, with faults
 #   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process
 #   make soak           run leases with faults for MINUTES=10: memory, threads, files and device memory
 #                       must not grow

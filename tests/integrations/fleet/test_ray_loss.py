@@ -1,4 +1,4 @@
-"""A node that is killed and replaced under load: the benchmark with fewer jobs, as a program."""
+"""Pools, nodes and an owner that are lost under load: the benchmark with fewer jobs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ ROOT = Path(__file__).parents[3]
 JOBS = 3000
 
 
-@pytest.mark.timeout(180)
-def test_no_job_is_lost_with_a_node(request: pytest.FixtureRequest) -> None:
-    """Each is answered or refused by its deadline, none but idempotent ones twice; none hangs."""
+@pytest.mark.timeout(300)
+def test_no_job_is_lost_by_a_fault(request: pytest.FixtureRequest) -> None:
+    """Each is told, none but idempotent ones runs twice, and no idempotent one fails."""
     if request.config.getoption("--driver") != "simulated":
         pytest.skip("the cluster has simulated GPUs: make test-integrations runs it")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.system.ray", "--loss", "--jobs", str(JOBS)],
+        [sys.executable, "-m", "benchmarks.system.ray", "--faults", "--jobs", str(JOBS)],
         cwd=ROOT,
         env=os.environ | {"RAY_LOG_TO_DRIVER": "0"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
     bars = [line for line in done.stdout.splitlines() if line.endswith((": PASS", ": FAIL"))]
-    assert len(bars) == 5, done.stdout + done.stderr
-    *kept, recovery = bars
+    assert len(bars) == 31, done.stdout + done.stderr
+    timed = ("after the deadline", "after it joined")  # how soon is for the benchmark to say
+    kept = [bar for bar in bars if not any(part in bar for part in timed)]
+    assert len(kept) == 24
     assert all(bar.endswith("PASS") for bar in kept), done.stdout
-    assert " inf s" not in recovery  # how soon is for the benchmark to say

@@ -383,6 +383,28 @@ def test_load_has_what_the_pool_has_not_seen() -> None:
     on_a_line(test)
 
 
+def test_a_silent_pool_is_lost() -> None:
+    """After so many heartbeats without a reply; one reply counts for all before it."""
+
+    async def test(connection: PoolConnection, actor: Actor) -> None:
+        one = job(connection)
+        await turn()
+        connection.beat()
+        for _ in range(connections.SILENT - 1):
+            connection.beat()
+        actor.reply(0)
+        await turn()
+        connection.beat()
+        for _ in range(connections.SILENT - 1):
+            connection.beat()
+        assert connection.is_open
+        connection.beat()
+        with pytest.raises(greensched.PoolLost, match="no reply for 10 s"):
+            await one
+
+    on_a_line(test)
+
+
 # -- a pool's end -----------------------------------------------------------------------------
 
 
@@ -486,6 +508,32 @@ def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
             actor.count()
             caller.update(actor.snapshot())
             assert (await asyncio.wait_for(second, 10)).snapshot.sms_free == 116
+
+    with_a_caller(test)
+
+
+def test_a_pool_stops_once_its_outcomes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed then: the clients would not know that queued jobs have not begun."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        monkeypatch.setattr(pool_actor, "CHECK", 0.001)
+        monkeypatch.setattr(pool_actor, "SENDING_S", 0.0)
+        monkeypatch.setattr(pool_actor, "LAST_S", 1000.0)
+        actor._clients["key"] = caller
+        code = protocol.cloudpickle.dumps(three)
+        with pytest.raises(greensched.PoolClosed):
+            async with actor.pool.partition(greensched.ALL):
+                first = asyncio.ensure_future(caller.reply(batch(0, run_of(1, b"d"), d=code)))
+                await turn()
+                first.cancel()
+                await asyncio.wait([first])
+                await actor.pool.aclose(grace=0)
+        stopping = asyncio.ensure_future(actor.stop(0))
+        await asyncio.wait([stopping], timeout=0.01)
+        assert not stopping.done()
+        (failed,) = (await caller.reply(batch(1))).outcomes
+        assert not failed.has_begun
+        await asyncio.wait_for(stopping, 10)
 
     with_a_caller(test)
 
@@ -708,6 +756,23 @@ def test_a_lost_node_leaves_no_surplus_pool() -> None:
         cluster.nodes.append("n4")
         await fleet._look()
         assert cluster.pools["f/1"].node == "n4"
+
+    tended(None, test)
+
+
+def test_a_gpu_for_a_lost_one_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other must have been free for some time: another program may want it."""
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        monkeypatch.setattr(supervisor, "SPARE_S", 1000.0)
+        fleet._spare_since = None
+        cluster.pools["f/1"].is_lost = True
+        cluster.nodes.remove("n1")
+        await fleet._look()
+        cluster.nodes += ["n3", "n4"]
+        for _ in range(3):
+            await fleet._look()
+        assert {one.node for one in cluster.pools.values()} == {"n0", "n2", "n3"}
 
     tended(None, test)
 

@@ -26,6 +26,9 @@ from greensched.integrations.ray.protocol import (
 CALLS = 2
 #: Seconds without work after which the connection polls for the pool's snapshot.
 IDLE = 0.1
+#: Heartbeats in a row without a reply after which the pool counts as lost: its process is stopped,
+#: or a job blocks its loop. More than `STALE`, because all its jobs fail.
+SILENT = 10
 #: Seconds after which a snapshot is stale: the pool hangs, or its node is slow.
 STALE = 2 * protocol.HEARTBEAT
 
@@ -44,7 +47,8 @@ class PoolConnection:
         #: Completed with the reason once the connection is closed.
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self._last_reply = self._loop.time()
+        self._last_reply = self._last_beat = self._loop.time()
+        self._silent = 0
         self._exchange, self._goodbye, self._key = handle.exchange, handle.goodbye, key
         self._code, self._known = code, set[bytes]()
         self._outbox: list[Message] = []
@@ -177,6 +181,16 @@ class PoolConnection:
             self._flush()
         elif not self._calls:
             self._polling = self._loop.call_later(0 if self._pending else IDLE, self._poll)
+
+    def beat(self) -> None:
+        """Close the connection if the pool was silent for too many heartbeats; call it at each.
+
+        Heartbeats are counted, because time also passes while this program's loop is blocked.
+        """
+        self._silent = 0 if self._last_reply > self._last_beat else self._silent + 1
+        self._last_beat = self._loop.time()
+        if self._silent >= SILENT:
+            self.fail(f"it gave no reply for {SILENT * protocol.HEARTBEAT:g} s")
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -137,9 +137,14 @@ class PoolActor:
             client.close()
 
     async def stop(self, grace: float) -> None:
-        """Close the pool: queued requests fail, and leases may end within the grace."""
+        """Close the pool: queued requests fail, and leases may end within the grace.
+
+        Returns once every client has the outcomes, because the process is killed then.
+        """
         if self._pool is not None:
             await self._pool.aclose(grace=grace)
+            await self._drain(LAST_S)
+            await asyncio.sleep(SENDING_S)
 
     def health(self) -> Health:
         """Return the health. Works even while the loop is blocked."""

@@ -183,7 +183,9 @@ class PoolRegistry:
             if not self._first[name].done():
                 self._first[name].set_result(None)
             self._notify()
-            await asyncio.wait([connection.closed])
+            while not connection.closed.done():
+                await asyncio.wait([connection.closed], timeout=protocol.HEARTBEAT)
+                connection.beat()
             del self.connections[name]
             logger.warning("%s is away: %s", name, connection.closed.result())
 

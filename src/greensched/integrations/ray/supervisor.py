@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from greensched.errors import NoPool
 from greensched.integrations.ray import gpus, protocol
-from greensched.integrations.ray.pool_actor import SENDING_S, pool_actor
+from greensched.integrations.ray.pool_actor import LAST_S, SENDING_S, pool_actor
 
 logger = logging.getLogger("greensched")
 
@@ -28,15 +28,16 @@ NAMESPACE = "greensched"
 PERIOD = 0.5
 #: Seconds in which a pool's process must reply; otherwise the pool is away.
 REPLY_S = 1.0
-#: Seconds for which a GPU must be free before it gets a pool, because a program may want it.
+#: Seconds for which a GPU must be free before it gets a pool, because a program may want it. One
+#: that replaces a lost GPU gets its pool at once.
 SPARE_S = 1.0
 #: Seconds in which the replacement of a pool may open, before the pool on a draining node is
 #: closed.
 READY_S = 5.0
 #: Seconds that jobs on a draining node have if the node has no deadline.
 DRAIN_S = 30.0
-#: How many seconds before a node's deadline its pool has ended.
-MARGIN_S = 1.0
+#: How many seconds before a node's deadline its pool is closed; then the last outcomes are sent.
+MARGIN_S = 2.0
 #: Seconds without a message from a program after which it counts as dead: longer than its loop
 #: should ever be blocked, because the fleet ends with its last program.
 UNUSED_S = 10.0
@@ -69,6 +70,8 @@ class Supervisor:
         #: When each program last sent a message.
         self._programs: dict[str, float] = {}
         self._spare_since: float | None = None
+        #: Pools that were lost with their GPU and not replaced.
+        self._lost = 0
         self._version = 0
         self._changed = asyncio.Event()
         self._is_stopped = False
@@ -170,7 +173,7 @@ class Supervisor:
         if handle is None:  # it was dropped meanwhile
             return
         with suppress(RayError, TimeoutError):  # the pool is away, or has ended already
-            await asyncio.wait_for(handle.stop.remote(grace), grace + REPLY_S)
+            await asyncio.wait_for(handle.stop.remote(grace), grace + LAST_S + REPLY_S)
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
         self._forget(name)
 
@@ -208,11 +211,12 @@ class Supervisor:
                 self._leaving[name] = asyncio.create_task(self._retire(name, deadline))
             missing = await self._missing()
             if self._wanted is None:
-                for name in away[
-                    : max(0, -missing)
-                ]:  # their GPUs are lost; Ray would ask for others
+                surplus = away[: max(0, -missing)]  # their GPUs are lost; Ray would ask for others
+                for name in surplus:
                     await self._end(name, 0)
+                self._lost += len(surplus)
                 missing = await self._spare(missing) if not away else 0
+                self._lost = max(0, self._lost - missing)
             await self._start(max(0, missing))
 
     async def _reply(self, name: str, handle: Any) -> bool:
@@ -227,14 +231,15 @@ class Supervisor:
         return True
 
     async def _spare(self, missing: int) -> int:
-        """Return how many of the missing pools could have had a free GPU for some time."""
+        """Return how many of the missing pools can have a free GPU now."""
         free = await asyncio.to_thread(gpus.free) if missing > 0 else 0
         if free <= 0:
             self._spare_since = None
             return 0
         if self._spare_since is None:
             self._spare_since = time.monotonic()
-        return min(free, missing) if time.monotonic() - self._spare_since >= SPARE_S else 0
+        is_spare = time.monotonic() - self._spare_since >= SPARE_S
+        return min(free, missing, missing if is_spare else self._lost)
 
     async def _draining(self) -> dict[str, float]:
         """Return the pools on newly draining nodes, each with the seconds that it has left."""
