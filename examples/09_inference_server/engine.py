@@ -40,8 +40,8 @@ class Turn:
 Place = Callable[[], AbstractAsyncContextManager[Turn]]
 #: The weight of the newest prompt in the average time of reading one.
 NEWEST = 0.2
-#: So many sequences gain next to nothing from further SMs: a step of 16 takes 8.1 ms on 64 SMs of
-#: an H100, and 8.2 ms on all 132.
+#: So many sequences gain next to nothing from further SMs: a step of 16 takes 8.2 ms on 64 SMs of
+#: an H100, and 8.4 ms on all 132.
 FEW = 16
 
 
