@@ -38,7 +38,7 @@ HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
 }
 #: Jobs or calls in flight, and their number in a round.
-IN_FLIGHT = {1: 50, 2: 100, 4: 200, 16: 500, 100: 2000, 1000: 6000}
+IN_FLIGHT = {1: 50, 2: 100, 4: 200, 16: 500, 100: 1000, 1000: 3000}
 ROUNDS = 15
 #: The bars: our rate over that of one Ray call for each job, by the number in flight; and over
 #: Ray's calls without a lease, all at once.
