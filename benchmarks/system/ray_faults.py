@@ -10,7 +10,7 @@ starts it, and two drivers. Each fault has a sixth of the drivers' jobs, and one
     a node is lost         its processes are killed; another node joins 3 s later
 
 Every second job is idempotent. Each job records that it ran, so a job that ran twice, or was
-answered without having run, is known. A job belongs to the fault that came last before it began.
+answered without having run, is known. A job belongs to the fault that came last before it ended.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def _job(fleet: Fleet, number: int, folder: str) -> Result:
 
 @dataclass
 class Fault:
-    """What happened, and the results of the jobs that began after it and before the next."""
+    """What happened, and the results of the jobs that ended after it and before the next."""
 
     what: str
     began: float
@@ -184,7 +184,7 @@ class Run:
         self._read()
         for result in (one for results in self._results.values() for one in results):
             fault = max(
-                i for i, one in enumerate(self.faults) if one.began <= result.began or not i
+                i for i, one in enumerate(self.faults) if one.began <= result.ended or not i
             )
             self.faults[fault].results.append(result)
         for journal in self.folder.glob("ran *"):
