@@ -157,12 +157,11 @@ class Device(Uncopyable):
         """Return a green context for an executor, a kept or a new one. May block.
 
         The context and its streams are never destroyed: after `close` they are kept for reuse.
+        Raises as `create_context`.
 
         Args:
             key: The key of the context among those that are kept.
             options: The resources for a new context.
-
-            es: As `create_context`.
         """
         driver = self.primary.driver  # retains it first, so that a closed device raises
         kept = driver.kept.take(self.ordinal, key) or self._create_green(options)

@@ -103,7 +103,7 @@ class Event(Uncopyable):
         )
 
     def close(self) -> None:
-        """Destroy the stream, whether or not its work is done. Idempotent; does not block."""
+        """Destroy the event, whether or not its work is done. Idempotent; does not block."""
         if not self.is_closed:
             self.is_closed = True
             if self.context.is_closed:  # the context has destroyed the handle

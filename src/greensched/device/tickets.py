@@ -374,20 +374,16 @@ class TicketMemory:
             undo.callback(stream.close)
             event = Event(context)
             undo.callback(event.close)
-            ticketed = self._ticketed(stream, event)
+            ticketed: TicketedStream
+            if self.stream_writes:
+                word, address = taken = self._take()
+                give_back = partial(self._free.append, taken)
+                undo.callback(give_back)
+                ticketed = TicketedStream(stream, event, word, address, give_back)
+            else:
+                ticketed = EventTicketedStream(stream, event)
             undo.pop_all()
         return ticketed
-
-    def _ticketed(self, stream: Stream, event: Event) -> TicketedStream:
-        if not self.stream_writes:
-            return EventTicketedStream(stream, event)
-        word, address = taken = self._take()
-        give_back = partial(self._free.append, taken)
-        try:
-            return TicketedStream(stream, event, word, address, give_back)
-        except CUDAError:
-            give_back()
-            raise
 
     def probe_stream_writes(self, context: StreamContext) -> None:
         """Find out, once, whether a context's streams write words. If not, events are used.

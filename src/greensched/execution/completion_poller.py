@@ -289,9 +289,9 @@ class CompletionPoller:
             pending.drop_cancelled(self.loop)
         pending.add(entry)
         if entry[0] <= stream.submitted:
-            self._poll_now()
+            self._poll_within(0.0)
         elif self._delay > GIL_YIELD_EVERY_S:
-            self._leave_to_threads()
+            self._poll_within(GIL_YIELD_EVERY_S)
 
     def watch(self, stream: TicketedStream) -> None:
         """Poll a stream and check it for failures while it has outstanding work."""
@@ -311,7 +311,7 @@ class CompletionPoller:
         """Note that a thread has work to do for this loop, and may need the GIL."""
         self._thread_work += 1
         if self._delay > GIL_YIELD_EVERY_S:
-            self._leave_to_threads()
+            self._poll_within(GIL_YIELD_EVERY_S)
 
     def thread_work_done(self) -> None:
         """Note that a thread has done its work."""
@@ -339,16 +339,14 @@ class CompletionPoller:
 
     # -- scheduling polls --------------------------------------------------------------------------
 
-    def _poll_now(self) -> None:
-        self._policy.wait_began()
-        if not self._is_virtual:
-            self._schedule(0.0)
+    def _poll_within(self, delay: float) -> None:
+        """Poll within a delay for a new wait. If a thread must act first, not at once.
 
-    def _leave_to_threads(self) -> None:
-        """Let a thread run first and wake the loop, because polling meanwhile takes the GIL."""
+        The thread wakes the loop, and polling meanwhile would take the GIL from it.
+        """
         self._policy.wait_began()
         if not self._is_virtual:
-            self._schedule(GIL_YIELD_EVERY_S)
+            self._schedule(delay)
 
     def _schedule(self, delay: float) -> None:
         """Poll after a delay, unless an earlier poll is scheduled."""
@@ -430,7 +428,7 @@ class CompletionPoller:
         if self._poll():
             self._policy.progressed(time.perf_counter())
         if self._on_device:
-            self._poll_now()
+            self._poll_within(0.0)
         self._look_for_hangs()
         self._resume()
 

@@ -22,7 +22,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from greensched._cleanup import run_all
 from greensched.context import Context
@@ -46,12 +46,6 @@ logger = logging.getLogger("greensched")
 DEPTH = 256
 
 
-class ExecutorHost(Protocol):
-    """What an executor needs from the pool that owns it."""
-
-    def current_poller(self) -> CompletionPoller: ...
-
-
 class Executor:
     """A set of SMs on the device, whatever lease uses it. Creating one blocks.
 
@@ -62,7 +56,7 @@ class Executor:
         mask: The executor's cells, as the scheduler counts them.
         words: Memory for tickets.
         staging: Chunks for large copies.
-        host: The pool.
+        current_poller: Returns the pool's poller of the running loop, or raises NoLoop.
     """
 
     def __init__(
@@ -72,14 +66,14 @@ class Executor:
         mask: int,
         words: TicketMemory,
         staging: StagingPool,
-        host: ExecutorHost,
+        current_poller: Callable[[], CompletionPoller],
     ) -> None:
         self.device = device
         self.driver = device.driver
         self.ordinal = device.ordinal
         self.health = device.health
         self.mask = mask
-        self.host = host
+        self._current_poller = current_poller
         self.is_leased = False
         #: What hangs on this executor now, or None; see `leasing.watchdog`.
         self.hang: DeviceHung | None = None
@@ -156,7 +150,7 @@ class Executor:
         Raises:
             NoLoop: No loop is running on this thread.
         """
-        return self.host.current_poller().wait(stream, ticket)
+        return self._current_poller().wait(stream, ticket)
 
     def notify_when(
         self, stream: TicketedStream, ticket: int, callback: Callable[[], object]
@@ -166,7 +160,7 @@ class Executor:
         Raises:
             NoLoop: No loop is running on this thread.
         """
-        self.host.current_poller().when_reached(stream, ticket, callback, or_given_up=True)
+        self._current_poller().when_reached(stream, ticket, callback, or_given_up=True)
 
     def create_copy_stream(self) -> None:
         """Make the stream for copies beside the launches, if it is missing. Blocks.

@@ -209,11 +209,6 @@ class Lease:
         return self.state is LeaseState.OPEN
 
     @property
-    def is_closed(self) -> bool:
-        """Whether it has ended and all its work is done."""
-        return self.state is LeaseState.CLOSED
-
-    @property
     def launch_stream(self) -> TicketedStream:
         """The stream of the lease's launches and copies."""
         return self.executor.launch_stream
@@ -611,8 +606,7 @@ class Lease:
         self.grant, self.state = grant, LeaseState.OPEN
         self.move_to(executor)
 
-    # -- the end of the lease
-    # ------------------------------------------------------------------------
+    # -- the end of the lease ----------------------------------------------------------------------
 
     def leave(self) -> bool:
         """Say whether all work is done; if so, close the bound launches.

@@ -22,7 +22,8 @@ from greensched.device.staging_ring import StagingRing
 from greensched.device.tickets import TicketMemory
 from greensched.driver.status import CAPACITY
 from greensched.errors import CUDAError, DeviceFault, GreenschedError, InvalidRequest, PoolClosed
-from greensched.execution.executor import Executor, ExecutorHost
+from greensched.execution.completion_poller import CompletionPoller
+from greensched.execution.executor import Executor
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import split_device
 from greensched.leasing.executor_builder import ExecutorBuilder
@@ -46,7 +47,7 @@ class DevicePool:
 
     Args:
         device: A device that the pool has opened; closed with this object.
-        host: The pool.
+        current_poller: Returns the pool's poller of the running loop, or raises NoLoop.
         kernels: Kernels to load for each executor. If there are any, everything else that a lease
             may need is allocated in advance, too.
         reserve_bytes: Device memory to allocate in advance.
@@ -59,7 +60,7 @@ class DevicePool:
     def __init__(
         self,
         device: Device,
-        host: ExecutorHost,
+        current_poller: Callable[[], CompletionPoller],
         kernels: Sequence[Kernel] = (),
         reserve_bytes: int = 0,
         *,
@@ -81,7 +82,7 @@ class DevicePool:
             self.cells = split.cells
             self.staging = StagingPool(device.primary)
             self.builder = ExecutorBuilder(
-                device, split, self.words, self.staging, host, kernels, balanced=balanced
+                device, split, self.words, self.staging, current_poller, kernels, balanced=balanced
             )
             self._probe_words()
             self.slots = StagingRing(device.primary)

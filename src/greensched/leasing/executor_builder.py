@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from greensched._cleanup import first_error
 from greensched.context import Context
@@ -17,7 +17,8 @@ from greensched.device.staging import StagingPool
 from greensched.device.tickets import TicketMemory
 from greensched.driver.status import CAPACITY
 from greensched.errors import CUDAError
-from greensched.execution.executor import Executor, ExecutorHost
+from greensched.execution.completion_poller import CompletionPoller
+from greensched.execution.executor import Executor
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import DeviceSplit
 
@@ -33,7 +34,7 @@ class ExecutorBuilder:
         split: The split of the device into cells.
         words: Memory for the executors' tickets.
         staging: Chunks for the executors' large copies.
-        host: The pool.
+        current_poller: Returns the pool's poller of the running loop, or raises NoLoop.
         kernels: Kernels to load for each executor.
         balanced: Whether each executor gets work queues that it does not share, where possible.
     """
@@ -44,7 +45,7 @@ class ExecutorBuilder:
         split: DeviceSplit,
         words: TicketMemory,
         staging: StagingPool,
-        host: ExecutorHost,
+        current_poller: Callable[[], CompletionPoller],
         kernels: Sequence[Kernel],
         *,
         balanced: bool,
@@ -53,7 +54,7 @@ class ExecutorBuilder:
         self._split = split
         self._words = words
         self._staging = staging
-        self._host = host
+        self._current_poller = current_poller
         self._kernels = kernels
         self._queues = [_balanced_queues(device)] if balanced else []
         #: How many executors were made.
@@ -69,7 +70,8 @@ class ExecutorBuilder:
         words, staging = self._words, self._staging
         try:
             with context.entered():  # once, instead of for each stream and event
-                executor = Executor(self._device, context, mask, words, staging, self._host)
+                poller = self._current_poller
+                executor = Executor(self._device, context, mask, words, staging, poller)
         except BaseException:
             context.close()
             raise

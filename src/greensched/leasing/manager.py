@@ -610,8 +610,7 @@ class LeaseManager:
         self.records.forget()
         self.cache.set_open_locked(self.state is OPEN)
 
-    # -- ending leases
-    # -------------------------------------------------------------------------------
+    # -- ending leases ---------------------------------------------------------------------------
 
     def lease_draining(self, lease: Lease) -> None:
         """Tell the scheduler that a lease has ended before its work is done."""

@@ -152,7 +152,7 @@ class Partition(AsyncBlock):
     async def _wait_closed(self) -> None:
         """Wait until all work of an ended lease is done."""
         lease = self._lease
-        if lease is not None and not lease.is_closed:
+        if lease is not None:
             try:
                 await lease.wait_closed()
             except BaseException:  # a cancellation
@@ -203,8 +203,7 @@ class Partition(AsyncBlock):
             lease.poller.loop.call_threadsafe(lease.abandon)
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
-    # -- checkpoints and idle times
-    # ------------------------------------------------------------------
+    # -- checkpoints and idle times ----------------------------------------------------------------
 
     async def checkpoint(self, duration: Any = None, *, deadline: float | None = None) -> int:
         """Wait for all of the lease's work, allow a resize, and return the number of SMs.
@@ -264,24 +263,7 @@ class Partition(AsyncBlock):
         """
         return IdleBlock(self)
 
-    async def _begin_idle(self) -> None:
-        lease = self._own_lease()
-        lease.check_ready()
-        if lease.poller.loop.always_yields:
-            await lease.poller.loop.checkpoint()
-        await lease.wait_idle()
-        self._open_lease().check_capture()
-        self._lifecycle.manager().begin_idle(lease)
-
-    async def _end_idle(self, kind: type[BaseException] | None) -> None:
-        lease = self._granted_lease()
-        if kind is not None and not issubclass(kind, Exception):
-            lease.poller.loop.call_threadsafe(lease.end)  # perhaps from garbage collection
-        else:
-            await self._lifecycle.manager().end_idle(lease)
-
-    # -- properties
-    # ----------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def sm_count(self) -> int:
@@ -638,13 +620,24 @@ class IdleBlock(AsyncBlock):
 
     async def __aenter__(self) -> None:
         """Wait for the partition's work, and give its SMs back."""
-        await self._partition._begin_idle()
+        partition = self._partition
+        lease = partition._own_lease()
+        lease.check_ready()
+        if lease.poller.loop.always_yields:
+            await lease.poller.loop.checkpoint()
+        await lease.wait_idle()
+        partition._open_lease().check_capture()
+        partition._lifecycle.manager().begin_idle(lease)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Wait until the partition has SMs again."""
-        await self._partition._end_idle(kind)
+        lease = self._partition._granted_lease()
+        if kind is not None and not issubclass(kind, Exception):
+            lease.poller.loop.call_threadsafe(lease.end)  # perhaps from garbage collection
+        else:
+            await self._partition._lifecycle.manager().end_idle(lease)
 
 
 class PartitionGroup(AsyncBlock):

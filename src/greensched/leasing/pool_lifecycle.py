@@ -184,7 +184,7 @@ class PoolLifecycle:
                 claimed.append(ordinal)
                 device_pool = DevicePool(
                     device,
-                    manager,
+                    manager.current_poller,
                     options.prepare,
                     options.reserve_bytes,
                     fine=options.fine,

@@ -193,8 +193,7 @@ class Watchdog:
         having = (one for one in self._host.leases if one.executor is stream.owner)
         return next((one for one in having if not one.grant.over), None)
 
-    # -- hanging work
-    # --------------------------------------------------------------------------------
+    # -- hanging work ----------------------------------------------------------------------------
 
     def _hangs(
         self, stream: TicketedStream, turn: _Turn, poller: CompletionPoller, now: float
