@@ -14,7 +14,7 @@ import anyio
 import numpy as np
 import pytest
 
-from greensched import CUDAError, Device, DeviceLost, LaunchConfig, Pool
+from greensched import CUDAError, Device, DeviceLost, Job, LaunchConfig, Pool
 from greensched.device.tickets import LINE, PAGE, TicketMemory
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
@@ -196,11 +196,17 @@ def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyP
             raise RuntimeError("can't start new thread")
         start(body, name)
 
+    async def finish(job: Job[None]) -> None:
+        await job
+
     async def main() -> None:
         async with Pool(driver=driver, prepare=[spin]) as pool, pool.partition(8) as p:
             monkeypatch.setattr(driver, "start_thread", refuse)
-            await p.launch(ONE, spin, 30_000_000)
-        assert asked
+            with await Gate.closed(p) as gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(finish, p.launch(ONE, spin, 1))
+                    await until(lambda: bool(asked))
+                    gate.open()
 
     anyio.run(main)
 
