@@ -38,7 +38,7 @@ def pass_seconds(prefill: ServiceProfile, tokens: int) -> float:
 
 
 def long_seconds(prefill: ServiceProfile, tokens: int) -> float:
-    """Return the seconds of a prompt of so many tokens that `pass_seconds` lacks."""
+    """Return the seconds that `pass_seconds` omits for a prompt of this many tokens."""
     return max(0.0, prefill.seconds(tokens) - pass_seconds(prefill, tokens))
 
 

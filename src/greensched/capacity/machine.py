@@ -191,7 +191,7 @@ def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
 
 
 class Launch:
-    """A class's prepared launch on a plain stream. Call it with nanoseconds on the whole device.
+    """A class's prepared launch on a plain stream. Call it with its ns on the whole device.
 
     Creating it may block, so it is created before a loop runs.
     """

@@ -63,7 +63,7 @@ async def _keep() -> None:
 
 
 class Server(abc.ABC):
-    """Queues requests and runs them on a client until it is cancelled."""
+    """Queues requests and runs them on a client, in a task that ends when it is cancelled."""
 
     def __init__(
         self, machine: Machine, device: int, service: ServiceProfile, client: Client

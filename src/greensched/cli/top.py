@@ -51,7 +51,7 @@ def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console
         console: The console to print on.
 
     Raises:
-        SocketUnavailable, InvalidRequest: There is no pool, or not any more.
+        SocketUnavailable, InvalidRequest: There is no pool, or it has closed.
     """
     if as_json and once:
         print_json(read(pool)[0])

@@ -121,7 +121,7 @@ def _map(
 def _chart(
     svg: str, height: float, marks: Iterable[tuple[float, str]], ticks: Iterable[str]
 ) -> str:
-    """Add scales to a picture: marks by fraction of the height from the top, ticks below."""
+    """Add scales to a picture: named marks at fractions of its height, and ticks below it."""
     scale = "".join(
         f'<span style="top:{at * height:.0f}px">{escape(name)}</span>' for at, name in marks
     )
@@ -178,7 +178,7 @@ def _waiting(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
 
 
 def _waits(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
-    """Draw what fraction of requests waited at most how long, on a logarithmic scale."""
+    """Draw the fraction of requests that waited at most each time, on a log scale."""
     found = {
         name: sorted(each.waits) for name, each in trace.history.services.items() if each.waits
     }

@@ -7,7 +7,7 @@ adds no cost to launches, or to blocks on threads without a loop.
 
 * asyncio, uvloop: the check is a `call_soon`, once a turn. It runs before anything that can wake an
   await of this turn. This is reliable but late, since other tasks have run on the leaked context by
-  then. A check for each block, scheduled at its begin and cancelled at its end, would be too slow:
+  then. A check for each block, scheduled at its start and cancelled at its end, would be too slow:
   a block then takes 993 ns, with one check a turn 222 ns, and without checks 183 ns (cuda-bindings
   13.5 on a stand-in driver).
 * trio: the check is an instrument of the run, from the block to the end of the task's step, so it
@@ -91,7 +91,7 @@ class OpenScope:
 
 
 def begin(context: object) -> OpenScope | None:
-    """Record the begin of a block on this thread; return None if no loop runs here."""
+    """Record the start of a block on this thread; return None if no loop runs here."""
     loop = running_asyncio()
     if loop is not None:
         task = sys.modules["asyncio"].current_task(loop)

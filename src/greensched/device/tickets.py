@@ -23,7 +23,7 @@ from greensched.driver.types import HostMemory, Mailbox
 from greensched.errors import CUDAError, DeviceFault, DeviceHung, InvalidRequest
 from greensched.typing import CaptureMode, Feature
 
-#: The lowest 32 bits of a ticket, which are written. Never are 2**32 tickets in flight.
+#: The lowest 32 bits of a ticket, which are written. At no time are 2**32 in flight.
 MASK: Final = 0xFFFFFFFF
 #: Bytes of a cache line, one for each word: 64 on x86-64 and most AArch64.
 LINE: Final = 64

@@ -32,7 +32,7 @@ Waiter = Awaitable[None]
 
 
 class Timer(Protocol):
-    """Calls a function on the loop's thread at the latest scheduled time."""
+    """Calls a function on the loop's thread at the time that was scheduled last."""
 
     def schedule(self, delay: float) -> None:
         """Make the next call after `delay` seconds; 0 means in the loop's next turn.

@@ -8,7 +8,8 @@
 
 The ranges are in the domain `greensched`, with the service class as the category. `wait` lasts from
 a request to its grant. `lease` lasts from the grant until its work is done; its payload is its
-number. `call` surrounds each function of `p.run`, on its thread, so that a tool nests its kernels.
+number. `call` surrounds each function of `p.run`, on its thread, so that tools show its kernels
+inside it.
 """
 
 from __future__ import annotations

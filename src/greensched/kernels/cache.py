@@ -51,7 +51,7 @@ def compiled(
 ) -> bytes:
     """Return the cubin of a CUDA source, compiled at most once.
 
-    Blocks: NVRTC takes 5 ms to preprocess and 25 ms or more to compile, and the disk its time. A
+    Blocks: NVRTC takes 5 ms to preprocess and 25 ms or more to compile, and the disk is read. A
     sandbox takes 0.3 s or more (`sandbox.compile`), once for a source and the installed headers.
 
     Raises:

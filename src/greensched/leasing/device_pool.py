@@ -37,8 +37,8 @@ logger = logging.getLogger("greensched")
 #: A driver's capacity is not documented: making them stops without an error when the driver
 #: refuses.
 MAX_PREBUILT = 160
-#: The most executors of a device, as far as requests can wait for an existing one instead. Without
-#: a limit a service with leases of four sizes comes to 2,300 in 260,000 leases, some 13 GiB.
+#: With this many executors a device makes no more if requests can wait for one of them. Without a
+#: limit a service with leases of four sizes comes to 2,300 in 260,000 leases, some 13 GiB.
 MAX_EXECUTORS = 256
 
 
@@ -54,7 +54,7 @@ class DevicePool:
         fine: Whether to split as finely as possible, so that large thread-block clusters do not
             fit.
         balanced: Whether each executor gets work queues that it does not share, where possible.
-        max_executors: From how many executors on requests wait for an existing one.
+        max_executors: With this many, no more are made if requests can wait for one of them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class DevicePool:
         self.executors[executor.mask] = executor
 
     def has_room(self, making: int) -> bool:
-        """Say whether there may be another executor beside those, and so many being made."""
+        """Say whether one more executor may be made, besides `making` that are being made."""
         return len(self.executors) + making < self._max_executors
 
     # -- its end -----------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class LeaseManager:
         behind, neither a queued request nor a lease.
 
         Raises:
-            TooManySMs, WouldDeadlock: It can never be granted, or not any more.
+            TooManySMs, WouldDeadlock: It can never be granted, or no longer.
             QueueFull, DeadlineImpossible, DeadlineExceeded: It cannot be granted now, or in time.
             PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
             CUDAError: A green context over its SMs cannot be made.
@@ -648,7 +648,7 @@ class LeaseManager:
         """Wake the tasks of granted and rejected requests. Not for use under the lock.
 
         Grants to tasks of a closed loop go to other requests. Exceptions of the user's policies and
-        curves in the decision are logged here, and their interrupts are raised.
+        curves in the decision are logged here; an interrupt among them is raised.
         """
         for request in granted:  # which may grow in the loop
             if not notify(request):

@@ -9,7 +9,7 @@ from greensched.scheduling.services import ServiceClass
 
 
 def update_quotas(known: dict[str, MemoryQuota], services: Iterable[ServiceClass]) -> None:
-    """Set the memory quota of each class. A class that had one is still counted without one."""
+    """Set the memory quota of each class. A class whose quota was removed is still counted."""
     for service in services:
         if service.name in known:
             known[service.name].most = service.memory_bytes

@@ -42,7 +42,7 @@ class PoolOptions:
     """The checked arguments of `Pool`.
 
     Attributes:
-        max_executors: From how many executors of a device on requests wait for an existing one.
+        max_executors: A device with this many makes no more if requests can wait for one of them.
     """
 
     driver: str | Driver | None

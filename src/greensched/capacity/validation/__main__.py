@@ -1,8 +1,8 @@
 """`python -m greensched.capacity.validation [WORKLOAD ...]`: predict measured figures again.
 
 Writes `predicted.csv` next to `measured.csv`, in the same order, and prints every row. Figures of
-workloads that are not named stay as they are. Without a name, published figures follow, and all
-takes about five minutes of a core.
+workloads that are not named stay as they are. Without a name, published figures follow; the
+whole run takes about five minutes of a core.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Streams(Driver):
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
         """Call `cuEventRecord`. Make the event in its stream's context, as cuda.h requires.
 
-        Drivers differ, by reports, in whether a green stream accepts an event of the primary.
+        Drivers are reported to differ in whether a green stream accepts an event of the primary.
         """
         try:
             (status,) = _record_event(event, stream)

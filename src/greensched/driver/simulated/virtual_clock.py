@@ -200,7 +200,7 @@ class VirtualClock:
 
     @contextmanager
     def taking_turns(self, participant: Participant) -> Iterator[None]:
-        """Make the calling thread a participant that has the turn at the begin of the block."""
+        """Make the calling thread a participant that has the turn when the block begins."""
         self._refuse_participants()
         self._enter(participant)
         self._mine.participant = participant
@@ -247,14 +247,12 @@ class VirtualClock:
             raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
 
     def _pause(self, ready: Callable[[], bool], deadline: int | None) -> None:
-        def over() -> bool:
-            return ready() or (deadline is not None and deadline <= self._now)
-
         participant = self._participant()
         if participant is None:
             self._pause_foreign(ready, deadline)
             return
-        while not over():  # because a loop's thread is also woken for its loop
+        # In a loop, because a loop's thread is also woken for its loop.
+        while not (ready() or (deadline is not None and deadline <= self._now)):
             with self._lock:
                 participant.ready, participant.deadline = ready, deadline
                 self._wake_loops(but=participant)

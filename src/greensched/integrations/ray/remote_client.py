@@ -107,7 +107,7 @@ class RemoteClient:
         return bool(self._tasks or self._ended)
 
     def close(self) -> None:
-        """Cancel all jobs: queued ones leave the queue, kernels that run are left to their end."""
+        """Cancel all jobs: queued ones leave the queue; running kernels run to their end."""
         for waiting in [*self._tasks.values(), *self._early.values()]:
             waiting.cancel()
         self.wake()
