@@ -64,7 +64,6 @@ class TicketedStream:
         word: One element of pinned memory, as 32-bit unsigned.
         address: The address of the word for the device.
         release: Returns the word on `close`.
-        first: The ticket before the first one (for tests of the wrap-around).
     """
 
     __slots__ = (
@@ -94,11 +93,10 @@ class TicketedStream:
         word: memoryview[int],
         address: int,
         release: Callable[[], None],
-        first: int = 0,
     ) -> None:
         self.stream = stream
         self.word = word
-        word[0] = first & MASK
+        word[0] = 0
         self._release = release
         #: The device's health. Once it is over no ticket is reached.
         self.health = stream.context.health
@@ -107,11 +105,11 @@ class TicketedStream:
         self.first_uses = stream.context.loader.first_uses
         #: Recorded after the work, to block a thread or to order another stream after it.
         self.event = event
-        self.issued = self.submitted = first
+        self.issued = self.submitted = 0
         #: A ticket known to be reached; earlier tickets need no read.
-        self.last_reached = first
+        self.last_reached = 0
         #: The last ticket that was given up because work hangs, and the error for all up to it.
-        self.given_up = first
+        self.given_up = 0
         self.hang: DeviceHung | None = None
         #: Recent work of other streams that work here was ordered after.
         self.behind: deque[tuple[TicketedStream, int]] = deque(maxlen=8)
@@ -287,7 +285,7 @@ class EventTicketedStream(TicketedStream):
 
     __slots__ = ("_lock", "_pending", "_ring")
 
-    def __init__(self, stream: Stream, event: Event, first: int = 0) -> None:
+    def __init__(self, stream: Stream, event: Event) -> None:
         self._ring: list[Event] = []
         with ExitStack() as undo:
             for _ in range(self.DEPTH):
@@ -296,7 +294,7 @@ class EventTicketedStream(TicketedStream):
             undo.pop_all()
         self._pending: deque[int] = deque()
         self._lock = threading.Lock()  # because loops of several threads may check
-        super().__init__(stream, event, _private_word(first), 0, lambda: None, first)
+        super().__init__(stream, event, _private_word(0), 0, lambda: None)
 
     def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
         driver, handle = self.stream.context.driver, self.stream.handle
