@@ -300,3 +300,16 @@ def test_rest_is_every_other_cell() -> None:
     assert (rest, first) == (H100.remainder_mask, H100.cell_mask)
     assert H100.fit_all(H100.full_mask & ~(1 << 14), parse_sizes((16, REST))) == ()
     assert H100.fit_all(H100.full_mask, parse_sizes((121, REST))) == ()
+
+
+def test_no_cells_form_no_partition() -> None:
+    """Where no cell is left, not one SM can be granted."""
+    assert DeviceCells(size=8, count=4, remainder=4).largest_within(0) == 0
+
+
+def test_each_shared_grant_has_a_mask_of_its_own() -> None:
+    """It has every cell, and differs from those of others and from the device's own."""
+    cells = DeviceCells(size=8, count=4, remainder=4)
+    masks = {cells.shared_mask(number) for number in range(4)}
+    assert len(masks - {cells.full_mask}) == 4
+    assert {mask & cells.full_mask for mask in masks} == {cells.full_mask}

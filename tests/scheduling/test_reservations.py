@@ -350,3 +350,14 @@ def test_a_class_that_was_slow_once_borrows_again_after_a_while() -> None:
     with pytest.raises(TooManySMs):
         ask(scheduler, 0.060, 56, "batch")
     assert ask(scheduler, 60.0, 56, "batch").state is GrantState.GRANTED
+
+
+def test_one_free_cell_is_lent_once_its_owner_stops_waiting() -> None:
+    """An owner that waits keeps its cell from others; when it leaves, the next borrower has it."""
+    owner = ServiceClass("owner", reserve=8, max_wait_for_reserve=1.0)
+    scheduler = make(owner, BATCH, devices=(DeviceCells(size=8, count=2),))
+    ask(scheduler, 0.0, 8, "batch", duration=0.5)
+    whole = ask(scheduler, 0.0, 16, "owner")
+    borrower = ask(scheduler, 0.0, 8, "batch", duration=0.5)
+    assert whole.state is borrower.state is GrantState.QUEUED
+    assert scheduler.cancel(0.0, whole) == [borrower]
