@@ -81,25 +81,6 @@ def test_sets_add_up(cells: DeviceCells) -> None:
         assert cells.possible(mask) is possible(cells, mask)
 
 
-@given(devices(), st.data())
-def test_blocks_are_every_contiguous_set(cells: DeviceCells, data: st.DataObject) -> None:
-    """`blocks` has each contiguous set of so many equal cells once, the aligned ones first."""
-    number = data.draw(st.integers(1, cells.count + 1))
-    blocks = cells.blocks(number)
-    contiguous = {((1 << number) - 1) << start for start in range(cells.count - number + 1)}
-    assert len(blocks) == len(set(blocks))
-    assert set(blocks) == contiguous
-    step = 1
-    while step < number:
-        step *= 2
-    starts = [block.bit_length() - number for block in blocks]
-    aligned = [start % step == 0 for start in starts]
-    assert aligned == sorted(aligned, reverse=True)
-    for kind in (True, False):
-        of_kind = [s for s, is_aligned in zip(starts, aligned, strict=True) if is_aligned is kind]
-        assert of_kind == sorted(of_kind)
-
-
 @given(devices(), st.integers(0, 70))
 def test_menu_is_possible_and_unique(cells: DeviceCells, limit: int) -> None:
     """`menu` names partitions that can exist, each once, everything first, no more than wanted."""

@@ -94,9 +94,6 @@ class DeviceCells:
     full_mask: int = field(init=False, compare=False, repr=False)
     #: The number of all SMs.
     total: int = field(init=False, compare=False, repr=False)
-    _blocks: dict[int, tuple[int, ...]] = field(
-        init=False, default_factory=dict, compare=False, repr=False
-    )
     #: By number of cells: where aligned blocks of so many cells begin.
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
@@ -149,35 +146,22 @@ class DeviceCells:
         remainder = self.remainder if mask & self.remainder_mask else 0
         return max(self.size * self.cell_count(mask), remainder)
 
-    def blocks(self, cells: int) -> tuple[int, ...]:
-        """Return the contiguous sets of so many cells, aligned ones first.
-
-        They are aligned to the power of two at or above their number, like buddies, so that free
-        cells stay in large blocks.
-        """
-        found = self._blocks.get(cells)
-        if found is None:
-            step = alignment(cells)
-            starts = range(self.count - cells + 1)
-            ordered = sorted(starts, key=lambda start: (start % step != 0, start))
-            found = self._blocks[cells] = tuple(((1 << cells) - 1) << start for start in ordered)
-        return found
-
     def menu(self, limit: int) -> list[int]:
         """Return the sets for which executors are worth making in advance.
 
         These are single cells, aligned blocks, and their complements, which `pool.partitions(n,
-        REST)` needs. Powers of two come first, then the other numbers of cells. If these are too
-        many, blocks that begin at the first cell come next, because two leases that share a device
-        move the border between them. Last are the large aligned blocks: with these most leases get
-        what they need, if not to the exact cell.
+        REST)` needs. A block is aligned to the power of two at or above its number of cells, like
+        buddies, so that free cells stay in large blocks. Powers of two come first, then the other
+        numbers of cells. If these are too many, blocks that begin at the first cell come next,
+        because two leases that share a device move the border between them. Last are the large
+        aligned blocks: with these most leases get what they need, if not to the exact cell.
         """
         powers = [1 << power for power in range(self.count.bit_length())]
         pairs = [
             (mask, self.complement(mask))
             for cells in dict.fromkeys((*powers, *range(1, self.count + 1)))
-            for mask in self.blocks(cells)
-            if (mask.bit_length() - cells) % alignment(cells) == 0
+            for start in range(0, self.count - cells + 1, alignment(cells))
+            for mask in [((1 << cells) - 1) << start]
         ]
         ordered = self._possible((self.full_mask, *chain(*pairs)))
         firsts = chain(*(pair for pair in pairs if pair[0] & 1))
