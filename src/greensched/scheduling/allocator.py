@@ -317,6 +317,10 @@ class SMAllocator:
         """Return the (device, cells) of those sets that have no executor."""
         return [(device, mask) for mask in masks if not self.is_made(device, mask)]
 
+    def devices_for(self, request: Request) -> tuple[int, ...]:
+        """Return the devices on which a request fits once all leases have ended."""
+        return tuple(d for d in request.devices if self.can_ever_fit(request, d))
+
     def needs_loan(self, request: Request) -> bool:
         """Say whether a request may fit only with borrowed cells, even after every lease ends."""
         state, (part, *more) = request.class_state, request.parts

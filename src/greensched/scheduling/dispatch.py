@@ -369,6 +369,11 @@ class Dispatcher:
         """Note the executors that a request needs."""
         self.missing_executors.update(dict.fromkeys(request.missing_executors))
 
+    def need(self, device: int, mask: int) -> None:
+        """Note cells that need an executor, unless 0."""
+        if mask and not self.allocator.is_made(device, mask):
+            self.missing_executors[device, mask] = None
+
     def _is_kept_out(self, request: Request) -> bool:
         """Say whether all devices of a request are kept for another one."""
         reservation = self.queue.reservation
@@ -529,6 +534,14 @@ class Dispatcher:
         return len(self._grants_of(grant.holder)) > 1
 
     # -- requested and held SMs ------------------------------------------------------------------
+
+    def line_of(self, request: Request) -> RequestLine:
+        """Return the line to which a request belongs."""
+        line = self.queue.lines.get(request.line_key)
+        if line is not None:
+            return line
+        devices = self.allocator.devices_for(request)
+        return RequestLine(request, devices, self.asked(request), self.least(request))
 
     def asked(self, request: Request) -> int:
         """Return the requested SMs; several parts count in whole cells, as they are granted."""

@@ -39,6 +39,8 @@ class RequestQueue:
         self, policy: GuardedPolicy, virtual_time: VirtualTime, devices: Sequence[DeviceCells]
     ) -> None:
         self.waiting = 0
+        #: The number of requests that have arrived, which is the order of the next one.
+        self.arrivals = 0
         #: When the queue last became non-empty.
         self.busy_since = 0.0
         self.lines: dict[tuple[object, ...], RequestLine] = {}

@@ -31,27 +31,26 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 8. A class has its reserve, its cap and its quota (`services`) under every policy. Cells borrowed
    from a reserve return within the longest wait of their owner (`reservations`).
 
-`RequestQueue` knows which requests wait, `SMAllocator` which cells are free; `Dispatcher` grants.
+`RequestQueue` knows which requests wait, `SMAllocator` which cells are free; `Dispatcher` grants;
+`Checkpoints` lets leases grow, shrink and give way.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain
 
 from greensched.errors import (
     InvalidRequest,
     QueueFull,
-    WouldBlock,
-    WouldDeadlock,
 )
-from greensched.scheduling import shared_grants
+from greensched.scheduling import refusals
 from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
-from greensched.scheduling.class_state import SMOOTHING, UNKNOWN_LEASE, ClassState
+from greensched.scheduling.checkpoints import Checkpoints
+from greensched.scheduling.class_state import SMOOTHING, ClassState
 from greensched.scheduling.dispatch import Dispatcher
-from greensched.scheduling.histogram import SHORTEST, Durations, durations
+from greensched.scheduling.histogram import SHORTEST
 from greensched.scheduling.lateness import Lateness
 from greensched.scheduling.policy import GuardedPolicy, Policy
 from greensched.scheduling.queue import RequestQueue
@@ -66,8 +65,13 @@ from greensched.scheduling.requests import (
     by_rank,
 )
 from greensched.scheduling.services import ServiceClass
-from greensched.scheduling.statistics import SchedulerStatistics, ServiceStatistics
-from greensched.typing import ALL
+from greensched.scheduling.statistics import (
+    SchedulerStatistics,
+    ServiceStatistics,
+    count_sms,
+    granted_of,
+    statistics_by_class,
+)
 
 
 class Scheduler:
@@ -101,6 +105,7 @@ class Scheduler:
         self.allocator = SMAllocator(devices, is_made, services, placement)
         self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.devices)
         self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
+        self.checkpoints = Checkpoints(self.queue, self.allocator, self.dispatcher, self.drained)
         self.lateness = Lateness(self.queue, self.allocator)
         self.max_waiting = max_waiting
         #: Work for the pool: executors to make, as (device, cells), and errors to deliver to
@@ -113,9 +118,7 @@ class Scheduler:
         self._reused = self.dispatcher.reused
         self._on_reclaim = on_reclaim
         self._everywhere = tuple(range(len(self.allocator.devices)))
-        self._requested = self._cancelled = self._expired = self._refused = 0
-        #: The number of requests that got a suspended grant.
-        self._resumed = 0
+        self._cancelled = self._expired = self._refused = 0
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
         self._is_timed = False
@@ -172,13 +175,13 @@ class Scheduler:
             due = now + state.latency
         request = Request(
             state, parts, self._everywhere if devices is None else devices,
-            state.priority if priority is None else priority, now, self.arrivals,
+            state.priority if priority is None else priority, now, self.queue.arrivals,
             near=near, due=due, deadline=deadline, duration=duration, holder=holder, owner=owner,
         )  # fmt: skip
         if holder is not None and self.dispatcher.holds(holder):
             request.held_devices = self.dispatcher.held_devices(holder)
         if self._suspended and self._grant_beside_suspended(request, now):
-            self._requested += 1
+            self.queue.arrivals += 1
             return request
         self.reclaim(now)
         if due is not None and duration is not None:
@@ -191,7 +194,7 @@ class Scheduler:
             fits = self.dispatcher.grant(request, request.devices, now)
         if not fits:
             self._enqueue(request, line, now, wait=wait)
-        self._requested += 1
+        self.queue.arrivals += 1
         return request
 
     def home_masks(self, device: int, service: str | None = None) -> tuple[int, ...]:
@@ -216,10 +219,10 @@ class Scheduler:
             return None
         sms, state = allocator.devices[device].sm_count(mask), allocator.classes[""]
         size = SizeRange(sms, sms)
-        claimed = Request(state, (size,), (device,), 0, now, self.arrivals)
+        claimed = Request(state, (size,), (device,), 0, now, self.queue.arrivals)
         claimed.grants = allocator.allocate(claimed, device, (mask,), now)
         claimed.state = GRANTED
-        self._requested += 1
+        self.queue.arrivals += 1
         self.dispatcher.granted += 1
         return claimed
 
@@ -252,19 +255,22 @@ class Scheduler:
     ) -> None:
         """Queue a request that does not fit now, or refuse it."""
         if line is None:
-            line = self._line_of(request)
+            line = self.dispatcher.line_of(request)
             if not line.devices:
                 raise self.dispatcher.too_many(request)
         if not wait:
             self._count_refusal(request)
-            raise self._would_block(request)
+            raise refusals.would_block(self.dispatcher, request)
         if request.held_devices:
-            self._refuse_deadlock(request, line.devices)
+            refusals.check_deadlock(self.dispatcher, request, line.devices)
         state, waiting = request.class_state, self.queue.waiting
         if waiting >= self.max_waiting or state.waiting >= state.max_waiting:
             self._count_refusal(request)
             number = waiting if waiting >= self.max_waiting else state.waiting
-            raise QueueFull(number, self._retry_after(request, line.asked, now))
+            after = refusals.retry_after(
+                self.allocator, request, line.asked, now, self._mean_duration
+            )
+            raise QueueFull(number, after)
         if request.due is not None and request.duration is not None:
             self.lateness.check_in_queue(request, line, now)
         self.queue.add(request, line)
@@ -350,50 +356,7 @@ class Scheduler:
                 keeps its cells.
         """
         self.reclaim(now)
-        self.dispatcher.reuse_no_more(grant)
-        allocator, before = self.allocator, grant.mask
-        allocator.charge_piece(grant, now, duration, within)
-        if grant.draining:
-            return []
-        if allocator.may_share:
-            self._need(grant.device, shared_grants.enter_or_leave(allocator, grant))
-        if grant.is_shared or not grant.request.is_elastic:
-            is_changed = grant.mask != before or self.dispatcher.may_change()
-            return self.dispatcher.dispatch(now) if is_changed else []
-        self.dispatcher.set_target(grant.request, grant.device, now, grant)
-        first, keeps = self.dispatcher.first_before(grant, now), None
-        if first is not None and self._able(grant.request):  # otherwise it could never continue
-            keeps = self.dispatcher.keeps_at_checkpoint(first, grant, now)
-        if keeps == 0:
-            return self._give_way(grant, now)
-        granted: list[Request] = []
-        if self._gives_back(grant):
-            least = self._least_kept(grant) if keeps is None else keeps
-            if grant.mask == before and least < grant.sms:
-                self._resize(grant, least, least)
-            if grant.mask != before:
-                granted = self.dispatcher.dispatch(now)
-        if self._takes_up(grant, now):
-            held = grant.mask
-            parts, target = grant.request.parts, grant.request.target
-            self._resize(grant, parts[0].least, target[0].most, prefer=before)
-            if held & ~grant.mask:  # it moved, in order to have more
-                granted += self.dispatcher.dispatch(now)
-        if self.dispatcher.may_change():
-            granted += self.dispatcher.dispatch(now)
-        return granted
-
-    def _give_way(self, grant: Grant, now: float) -> list[Request]:
-        """Free the cells of a grant and queue its request again, which counts as a new request.
-
-        `grant` is then over. The request is QUEUED, or at once GRANTED again.
-        """
-        request, holder = grant.request, grant.holder
-        self._queue_again(request, now)
-        request.gave_way = not grant.will_end(now)
-        self.release(grant)
-        request.holder = holder
-        return self.drained(now, grant)
+        return self.checkpoints.reach(now, grant, duration, within)
 
     def ask_again(self, now: float, grant: Grant) -> list[Request]:
         """Queue the request of a grant that was given back for a while, as a new request.
@@ -402,67 +365,7 @@ class Scheduler:
         `rejected` if it can never be granted any more, because the classes have changed.
         """
         self.reclaim(now)
-        request = grant.request
-        self._queue_again(request, now)
-        request.holder = grant.holder
-        if not self._able(request):
-            self.dispatcher.reject(request)
-        return self.dispatcher.dispatch(now)
-
-    def _queue_again(self, request: Request, now: float) -> None:
-        request.arrived, request.order = now, self.arrivals
-        request.holder, request.held_devices, request.gave_way = None, frozenset(), False
-        latency = request.class_state.latency
-        request.due, request.deadline = None if latency is None else now + latency, None
-        self.queue.add(request, self._line_of(request))  # it keeps its grants if this raises
-        request.state, request.grants = QUEUED, ()
-        self._requested += 1
-
-    def _line_of(self, request: Request) -> RequestLine:
-        """Return the line to which a request belongs."""
-        line = self.queue.lines.get(request.line_key)
-        if line is not None:
-            return line
-        asked, least = self.dispatcher.asked(request), self.dispatcher.least(request)
-        return RequestLine(request, self._able(request), asked, least)
-
-    def _resize(self, grant: Grant, least: int, most: int, *, prefer: int = 0) -> None:
-        mask, missing = self.allocator.choose_mask(grant, least, most, prefer=prefer)
-        if mask != grant.mask:
-            self.allocator.resize(grant, mask)
-        self._need(grant.device, missing)
-
-    def _gives_back(self, grant: Grant) -> bool:
-        """Say whether an elastic grant gives back what exceeds its least."""
-        is_above = self.queue.policy.size is not None and grant.sms > grant.request.target[0].most
-        return bool(
-            self.queue.waiting
-            or is_above
-            or any(owner.short for owner in grant.loans)
-            or shared_grants.is_leaving(self.allocator, grant.device)
-        )
-
-    def _least_kept(self, grant: Grant) -> int:
-        """Return the SMs that an elastic grant keeps: its policy's, unless others must have them.
-
-        Those are the owners of borrowed cells, and shared grants that must leave.
-        """
-        is_due = any(owner.short or owner.waiting for owner in grant.loans)
-        is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
-        must_give = is_due or is_leaving
-        return (grant.request.parts if must_give else grant.request.target)[0].least
-
-    def _takes_up(self, grant: Grant, now: float) -> bool:
-        """Say whether an elastic grant may take idle cells."""
-        if grant.sms >= grant.request.target[0].most or self.dispatcher.is_wanted(grant):
-            return False
-        is_leaving = shared_grants.is_leaving(self.allocator, grant.device)
-        return not is_leaving and grant.class_state.is_within_quota(now)
-
-    def _need(self, device: int, mask: int) -> None:
-        """Note cells that need an executor, unless 0."""
-        if mask and not self.allocator.is_made(device, mask):
-            self.missing_executors[device, mask] = None
+        return self.checkpoints.ask_again(now, grant)
 
     # -- suspended grants ------------------------------------------------------------------------
 
@@ -505,7 +408,8 @@ class Scheduler:
     def resume(self, now: float, grant: Grant, holder: Hashable) -> None:
         """Grant a suspended grant to an equal request, and count it like any other."""
         del self._suspended[grant]
-        self._resumed += 1
+        self.queue.arrivals += 1
+        self.dispatcher.granted += 1
         grant.holder = holder
         grant.began = grant.since = now
         if self.allocator.is_classed:
@@ -596,7 +500,7 @@ class Scheduler:
         queue.set_policy(guarded)
         queue.requeue()
         for request, rank in zip(waiting, ranks, strict=True):
-            devices, old = self._able(request), request.line
+            devices, old = self.allocator.devices_for(request), request.line
             if devices:
                 line = queue.lines.get(request.line_key)
                 if line is None:
@@ -623,9 +527,9 @@ class Scheduler:
         for device, cells in enumerate(self.allocator.devices):
             reservations = self.allocator.reservations[device]
             for mask in reservations.blocks.values():
-                self._need(device, mask)
+                self.dispatcher.need(device, mask)
             if reservations.owners:
-                self._need(device, cells.complement(reservations.all_blocks))
+                self.dispatcher.need(device, cells.complement(reservations.all_blocks))
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -642,7 +546,7 @@ class Scheduler:
     @property
     def arrivals(self) -> int:
         """The number of requests that have arrived, which is the unique order of the next one."""
-        return self._requested + self._resumed
+        return self.queue.arrivals
 
     def queued(self) -> list[Request]:
         """Return all queued requests in the order of arrival."""
@@ -650,15 +554,7 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Return the counts and the present state."""
-        allocator, leased, draining, free = self.allocator, 0, 0, 0
-        for device, cells in enumerate(allocator.devices):
-            held = all_held = 0
-            for grant in allocator.grants[device]:
-                all_held |= grant.mask
-                held |= 0 if grant.draining else grant.mask
-            leased += cells.sm_count(held & cells.full_mask)
-            draining += cells.sm_count(all_held & ~held & cells.full_mask)
-            free += cells.largest_within(cells.full_mask & ~all_held)
+        free, leased, draining = count_sms(self.allocator)
         return SchedulerStatistics(
             waiting=self.queue.waiting,
             requested=self.arrivals,
@@ -678,61 +574,19 @@ class Scheduler:
         self.reclaim(now)
         self._is_timed = self.allocator.is_timed = True
         for state in self.allocator.classes.values():
-            state.untimed = self._granted_of(state)
-
-    def _granted_of(self, state: ClassState) -> int:
-        return state.granted if self.allocator.is_classed else self.granted
+            state.untimed = granted_of(self.allocator, state, self.granted)
 
     @property
     def granted(self) -> int:
         """The number of granted requests."""
-        return self._resumed + self.dispatcher.granted
+        return self.dispatcher.granted
 
     def services(self, now: float) -> dict[str, ServiceStatistics]:
         """Return statistics by class name; "" is for requests without a class.
 
         Empty if there are no classes, unless leases are timed.
         """
-        allocator = self.allocator
-        if not (allocator.is_classed or self._is_timed):
-            return {}
-        running: dict[ClassState, float] = {}
-        for grant in chain.from_iterable(allocator.grants):
-            state, is_suspended = grant.class_state, grant in self._suspended
-            if grant.short_uses:
-                allocator.count_short_uses(grant)
-            used = allocator.unsettled_sm_time(grant, now, is_suspended=is_suspended)
-            running[state] = running.get(state, 0.0) + used
-        return {
-            name: self._statistics_of(state, running.get(state, 0.0))
-            for name, state in allocator.classes.items()
-        }
-
-    def _statistics_of(self, state: ClassState, running: float) -> ServiceStatistics:
-        cells, granted = self.allocator.devices[state.home].size, self._granted_of(state)
-        wait: Durations | None = None
-        use: Durations | None = None
-        drain: Durations | None = None
-        if self._is_timed:
-            use = durations(state.use)
-            wait = durations(state.wait, granted - state.untimed - sum(state.wait.counts))
-            drain = durations(state.drain, use.count - sum(state.drain.counts))
-        return ServiceStatistics(
-            sms=state.sms,
-            sms_lent=state.lent * cells,
-            waiting=state.waiting,
-            granted=granted,
-            sm_seconds=state.sm_time + running,
-            is_shared=state.shared and not self.allocator.split_controller.is_split,
-            reserve=state.reserve_cells * cells,
-            weight=state.weight,
-            cancelled=state.cancelled,
-            expired=state.expired,
-            refused=state.refused,
-            wait=wait,
-            use=use,
-            drain=drain,
-        )
+        return statistics_by_class(self.allocator, self._suspended, self.granted, now)
 
     def _over_quota(self) -> list[ClassState]:
         """Return the classes whose requests wait for their quota."""
@@ -743,66 +597,9 @@ class Scheduler:
 
     # -- refusals --------------------------------------------------------------------------------
 
-    def _able(self, request: Request) -> tuple[int, ...]:
-        """Return the devices on which a request fits once all leases have ended."""
-        return tuple(d for d in request.devices if self.allocator.can_ever_fit(request, d))
-
     def _count_refusal(self, request: Request) -> None:
         self._refused += 1
         request.class_state.refused += 1
-
-    def _would_block(self, request: Request) -> WouldBlock:
-        if request.missing_executors:
-            return WouldBlock(
-                "the SMs are free, but there is no executor for them yet: use "
-                "`async with pool.partition(...)`, which waits for one"
-            )
-        allocator = self.allocator
-        free = max(
-            allocator.devices[d].largest_within(allocator.free_masks[d]) for d in request.devices
-        )
-        return WouldBlock(
-            f"{self.dispatcher.asked(request)} SMs cannot be granted now ({free} are free; other "
-            "requests may go first): use `async with pool.partition(...)`, which waits"
-        )
-
-    def _refuse_deadlock(self, request: Request, able: Sequence[int]) -> None:
-        """Refuse a request that cannot be granted while its own holder keeps its grants."""
-        allocator, held = self.allocator, self.dispatcher.held_by(request)
-        if not held or any(shared_grants.can_share(allocator, request, d) for d in able):
-            return
-        if any(allocator.can_ever_fit(request, d, held.get(d, 0)) for d in able):
-            return
-        most = holds = 0
-        together: tuple[int, ...] = ()
-        for device in able:
-            cells, mask = allocator.devices[device], held.get(device, 0)
-            most = max(most, cells.largest_within(allocator.reachable(request, device, mask)))
-            sizes = [SizeRange(n, n) for n in self.dispatcher.held_sizes(request, device)]
-            if not any(part.named is ALL for part in request.parts):
-                reachable = allocator.reachable(request, device)
-                found = cells.nearest(reachable, (*sizes, *request.parts))
-                together = max(together, found, key=sum)
-        holds = sum(allocator.devices[d].sm_count(mask) for d, mask in held.items())
-        raise WouldDeadlock(holds, self.dispatcher.asked(request), most, together=together)
-
-    def _retry_after(self, request: Request, asked: int, now: float) -> float:
-        """Predict the seconds until the queue accepts a request again.
-
-        That is when the first of the present leases ends, but not before a further lease could end.
-        A further lease is assumed to take its expected duration, or else the mean of its class or
-        of all leases, or else the shortest time that a present lease has taken so far.
-        """
-        grants = [grant for of_device in self.allocator.grants for grant in of_device]
-        lease = (
-            request.seconds(asked)
-            or request.class_state.mean_duration
-            or self._mean_duration
-            or min((now - grant.began for grant in grants), default=0.0)
-        )
-        lease = max(lease, UNKNOWN_LEASE)
-        ends = [lease if one.ends is None else one.ends - now for one in grants]
-        return max(lease, min(ends, default=0.0))
 
 
 def _left(lines: list[RequestLine]) -> Iterator[Request]:
