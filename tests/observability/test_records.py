@@ -345,6 +345,11 @@ def test_short_durations_are_counted_as_one_by_one() -> None:
     assert durations(found) == durations(expected)
 
 
+def test_a_histogram_is_printed_without_its_buckets() -> None:
+    """The repr of a pool's statistics has several histograms, and is to be readable."""
+    assert repr(durations(Histogram())) == "Durations(count=0, seconds=0.0)"
+
+
 @pytest.mark.parametrize("classes", [(), CLASSES])
 def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> None:
     """Each of many leases of a size, one after the other, is in the histogram, and its SM-time."""

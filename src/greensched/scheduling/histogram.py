@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import frexp
 from typing import Final
 
@@ -49,7 +49,7 @@ class Durations:
 
     count: int
     seconds: float
-    buckets: tuple[tuple[float, int], ...]
+    buckets: tuple[tuple[float, int], ...] = field(repr=False)
 
     def quantile(self, fraction: float) -> float | None:
         """Return the bound below which this fraction lies; None if empty or past the last bound."""
