@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.gpu import engine
 
-from greensched import current_call
+from greensched import Pool, current_call
 from greensched.errors import QueueFull
 
 
@@ -133,15 +133,15 @@ class Watched:
     def prefill_graphs(self) -> Any:
         return self
 
-    def compute(self, batch: Any) -> Any:
+    def launch(self, batch: Any) -> Any:
         call = current_call()
         assert call is not None
         self.ran.append(("prompt" if batch.pieces else "step", call.sm_count))
-        return self._small.compute(batch)
+        return self._small.launch(batch)
 
 
 def test_sizes_follow_the_load() -> None:
-    """All SMs for a pass that is alone; a part for each where steps and prompts are due."""
+    """All SMs for a prompt that is alone; a part for each where steps and prompts are due."""
 
     async def main() -> Watched:
         model = Watched()
@@ -153,8 +153,25 @@ def test_sizes_follow_the_load() -> None:
         return model
 
     ran = asyncio.run(main()).ran
-    assert ran[:2] == [("prompt", 132), ("step", 132)]
-    assert set(ran) == {("prompt", 132), ("prompt", 108), ("step", 132), ("step", 24)}
+    assert ran[:2] == [("prompt", 132), ("step", 24)]
+    assert set(ran) == {("prompt", 132), ("prompt", 108), ("step", 24)}
+
+
+@pytest.mark.parametrize(("growing", "sms"), [(16, 24), (17, 132)])
+def test_a_step_of_many_sequences_has_all_sms(growing: int, sms: int) -> None:
+    """If no prompt waits or is read: few sequences would gain nothing from more SMs."""
+
+    async def main() -> Watched:
+        model = Watched()
+        async with Pool(driver="simulated:h100", services=engine.sized_classes(24, 132)) as pool:
+            serving = engine.Engine(model.shape, max_waiting=1)
+            serving.growing = [engine.Sequence([1], 2) for _ in range(growing)]
+            decode, _ = engine.sized(pool, model, serving, 24, 132)
+            async with decode() as turn:
+                await turn.run(engine.Batch())
+        return model
+
+    assert asyncio.run(main()).ran == [("step", sms)]
 
 
 def small_model() -> Any:
@@ -178,11 +195,11 @@ def test_an_order_on_one_stream_serves_all_requests(
     """Chunks of several prompts in one pass, and prompts between steps, give each its tokens."""
     model = small_model()
 
-    async def compute(batch: Any) -> list[int]:
-        return model.compute(batch)
+    async def launch(batch: Any) -> Any:
+        return model.launch(batch)
 
     arrivals = [engine.Arrival(0.0, 10 + number, 4) for number in range(15)]
-    found = asyncio.run(engine.run(model, [order(engine.held(compute))], arrivals))
+    found = asyncio.run(engine.run(model, [order(engine.held(launch))], arrivals))
     assert found["requests"] == found["complete"] == 15
 
 
@@ -191,13 +208,13 @@ def test_a_budget_that_sequences_exceed_reads_no_prompt() -> None:
     model = small_model()
     rows: list[tuple[int, int]] = []
 
-    async def compute(batch: Any) -> list[int]:
+    async def launch(batch: Any) -> Any:
         rows.append((len(batch.slots), batch.rows - len(batch.slots)))
         await asyncio.sleep(0)  # further requests come meanwhile
-        return model.compute(batch)
+        return model.launch(batch)
 
     arrivals = [engine.Arrival(0.0, 6, 30) for _ in range(15)]
-    place = engine.held(compute)
+    place = engine.held(launch)
     found = asyncio.run(
         engine.run(model, [lambda serving: engine.fused(serving, place, 8)], arrivals)
     )
@@ -210,11 +227,11 @@ def test_a_budget_that_sequences_exceed_reads_no_prompt() -> None:
 def test_a_loop_that_fails_is_told() -> None:
     """A run whose engine ended raises the cause instead of counting late requests."""
 
-    async def compute(_: Any) -> list[int]:
+    async def launch(_: Any) -> Any:
         raise ZeroDivisionError
 
     async def main() -> None:
-        place = engine.held(compute)
+        place = engine.held(launch)
         arrivals = [engine.Arrival(0.0, 10, 3)]
         with pytest.raises(RuntimeError, match="ended") as error:
             await engine.run(
