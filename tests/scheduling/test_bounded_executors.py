@@ -109,6 +109,17 @@ def test_an_executor_over_cells_of_its_own_holder_does_not_count() -> None:
     assert not nested.grants[0].mask & 0b111
 
 
+def test_an_executor_over_cells_of_a_lease_that_may_never_end_does_not_count() -> None:
+    """A request waits for a young lease; beside one of half a minute it gets an executor."""
+    for since in (0.0, 29.0, 30.0):
+        bounded = Bounded([0b111, 0b11])
+        bounded.ask(24)
+        second = bounded.ask(16, now=since)
+        is_long = since == 30.0
+        assert bounded.make(since) == [second] * is_long
+        assert bool(second.grants) is is_long
+
+
 def test_an_elastic_request_takes_another_size_and_has_none_made() -> None:
     """It would have 128 SMs of which 32 are leased; with room, an executor over 96 is made."""
     for room in (0, 9):

@@ -17,16 +17,14 @@ from types import FrameType
 
 from greensched.execution.lease import Lease
 from greensched.records import holder_name
-from greensched.scheduling.requests import Request
+from greensched.scheduling.requests import LONG_LEASE_S, Request
 
 logger = logging.getLogger("greensched")
 
 #: The warning comes once a request has waited, and the holder has reached no checkpoint, for so
-#: many seconds: far longer than a step of anything that shares a GPU.
+#: many seconds: far longer than a step of anything that shares a GPU. A holder of any other lease
+#: is named after `LONG_LEASE_S`.
 MOST_S = 1.0
-#: The same limit for a holder of any other lease. Source: the time after which psycopg_pool and
-#: HikariCP give up a request by default.
-LONG_S = 30.0
 #: Modules that may be called between the code that takes a lease and this one.
 BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.", "trio.")
 
@@ -73,7 +71,7 @@ class HolderWatch:
         self._due = now + MOST_S
         waiting = [one for one in firsts() if now - one.arrived >= MOST_S and _may_have_more(one)]
         devices = {device for one in waiting for device in one.devices}
-        long = [one for one in waiting if now - one.arrived >= LONG_S]
+        long = [one for one in waiting if now - one.arrived >= LONG_LEASE_S]
         kept = {device for one in long for device in one.devices}
         found, before = [], self._named
         self._named = {}
@@ -85,7 +83,7 @@ class HolderWatch:
                     found.append(_warning(lease, now))
                 self._named[lease] = grant.since
             is_fixed = not (gives or grant.over or grant.is_shared)
-            if is_fixed and grant.device in kept and now - grant.began >= LONG_S:
+            if is_fixed and grant.device in kept and now - grant.began >= LONG_LEASE_S:
                 if before.get(lease) != grant.began:
                     found.append(_long_warning(lease, now))
                 self._named[lease] = grant.began
@@ -118,7 +116,7 @@ def _long_warning(lease: Lease, now: float) -> str:
         state = f"its task waits at {_suspended_at(grant.holder) or 'an unknown place'}"
     return (
         f"the partition that {holder} took at {taken_at} has held {grant.sms} SMs of device "
-        f"{lease.ordinal} for {seconds:.0f} s, while others wait (for more than {LONG_S:g} s): "
-        f"{state}. Leave its block when its work is done; "
+        f"{lease.ordinal} for {seconds:.0f} s, while others wait (for more than "
+        f"{LONG_LEASE_S:g} s): {state}. Leave its block when its work is done; "
         "`python -X dev` and Pool(hang_after=...) note where each was taken"
     )

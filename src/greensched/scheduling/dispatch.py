@@ -14,7 +14,15 @@ from greensched.scheduling.giving_way import kept_at_checkpoint
 from greensched.scheduling.policy import GuardedPolicy
 from greensched.scheduling.queue import RequestQueue, Reservation
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import GONE, GRANTED, QUEUED, Grant, Request, by_order
+from greensched.scheduling.requests import (
+    GONE,
+    GRANTED,
+    LONG_LEASE_S,
+    QUEUED,
+    Grant,
+    Request,
+    by_order,
+)
 
 
 class Dispatcher:
@@ -84,7 +92,8 @@ class Dispatcher:
         """Return cells with an executor to grant instead of cells without one, or none.
 
         Notes the executors to make. If the device may have no other one, a request waits for those
-        that exist, and only executors that it could wait for without end are made.
+        that exist, unless it could wait without end: if all of them overlap leases of its own
+        holder, or leases older than `LONG_LEASE_S`.
         """
         allocator = self.allocator
         missing = allocator.missing(device, masks)
@@ -98,11 +107,19 @@ class Dispatcher:
                 if made:
                     return (made,)
             if allocator.grants[device] and not may_make:
-                held = self.held_by(request).get(device, 0)
+                held = self.held_by(request).get(device, 0) | self._long_held(device, now)
                 missing = allocator.missing(device, allocator.find_idle(request, device, held))
         if not request.missing_executors:
             request.missing_executors = tuple(missing)
         return ()
+
+    def _long_held(self, device: int, now: float) -> int:
+        """Return the cells of leases that may never end."""
+        held = 0
+        for grant in self.allocator.grants[device]:
+            if now - grant.began >= LONG_LEASE_S:
+                held |= grant.mask
+        return held
 
     def _find(
         self, request: Request, device: int, now: float, limit: int | None

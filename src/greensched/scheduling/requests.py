@@ -42,6 +42,9 @@ class DurationCurve(Protocol):
 
 #: The expected duration of a request: seconds, or a curve with the seconds for each size.
 Duration = float | DurationCurve
+#: A lease that has lasted for so many seconds may never end. Source: the time after which
+#: psycopg_pool and HikariCP give up a request by default.
+LONG_LEASE_S: Final = 30.0
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
 
 
