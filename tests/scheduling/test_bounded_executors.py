@@ -34,9 +34,13 @@ class Bounded:
         self.made = dict.fromkeys(masks)
         self.room = room
         self.scheduler = Scheduler(
-            [cells], Fifo(), 10**6, lambda _, mask: mask in self.made, services=services
+            [cells],
+            Fifo(),
+            10**6,
+            lambda _, mask: mask in self.made,
+            may_make=lambda _: len(self.made) < self.room,
+            services=services,
         )
-        self.scheduler.allocator.may_make = lambda _: len(self.made) < self.room
         for mask in self.made:
             self._add(mask)
 

@@ -159,11 +159,11 @@ class LeaseManager:
             policy,
             max_waiting,
             lambda index, mask: mask in device_pools[index].executors,
+            may_make=self.builder.has_room,
             services=services,
             placement=placement,
             on_reclaim=self._close_cached_locked,
         )
-        scheduler.allocator.may_make = self.builder.has_room
         for index, (each, ready) in enumerate(
             zip(device_pools, scheduler.ready_masks, strict=True)
         ):

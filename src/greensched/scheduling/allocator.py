@@ -29,6 +29,7 @@ class SMAllocator:
     Args:
         devices: The cells of each device.
         is_made: Whether (device, cells) has an executor.
+        may_make: Whether a device may have another executor, although requests could wait for one.
         services: The classes.
         placement: Which device to try first.
     """
@@ -36,20 +37,20 @@ class SMAllocator:
     def __init__(
         self,
         devices: Sequence[DeviceCells],
-        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  all are
-        services: Iterable[ServiceClass] = (),
-        placement: Placement = "spread",
+        is_made: Callable[[int, int], bool],
+        may_make: Callable[[int], bool],
+        services: Iterable[ServiceClass],
+        placement: Placement,
     ) -> None:
         self.devices = tuple(devices)
         self.is_made = is_made
+        self.may_make = may_make
         self.placement: Placement = placement
         self.free_masks = [cells.full_mask for cells in self.devices]
         #: The number of free SMs on each device.
         self.free_sms = [cells.total for cells in self.devices]
         #: Sets of cells with an executor, by device and number of cells. The pool updates it.
         self.ready_masks: list[dict[int, dict[int, None]]] = [{} for _ in self.devices]
-        #: Whether a device may have another executor. The pool replaces it.
-        self.may_make: Callable[[int], bool] = lambda device: True  # noqa: ARG005  any may
         #: Grants whose cells are not free yet, by device.
         self.grants: list[dict[Grant, None]] = [{} for _ in self.devices]
         #: The shared grants among them, and the number of grants that exclude shared ones.

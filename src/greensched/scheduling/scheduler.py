@@ -40,10 +40,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from greensched.errors import (
-    InvalidRequest,
-    QueueFull,
-)
+from greensched.errors import InvalidRequest, QueueFull
 from greensched.scheduling import refusals
 from greensched.scheduling.allocator import Placement, SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
@@ -74,6 +71,10 @@ from greensched.scheduling.statistics import (
 )
 
 
+def _always(*_: int) -> bool:
+    return True
+
+
 class Scheduler:
     """Decides which request gets which cells.
 
@@ -82,6 +83,7 @@ class Scheduler:
         policy: The policy.
         max_waiting: The most requests in the queue.
         is_made: Whether (device, cells) has an executor.
+        may_make: Whether a device may have another executor, although requests could wait for one.
         services: The classes.
         placement: Which device to try first.
         on_reclaim: Called after the cells of all suspended grants were freed.
@@ -95,14 +97,15 @@ class Scheduler:
         devices: Sequence[DeviceCells],
         policy: Policy,
         max_waiting: int,
-        is_made: Callable[[int, int], bool] = lambda device, mask: True,  # noqa: ARG005  all are
+        is_made: Callable[[int, int], bool] = _always,
         *,
+        may_make: Callable[[int], bool] = _always,
         services: Iterable[ServiceClass] = (),
         placement: Placement = "spread",
         on_reclaim: Callable[[], object] = lambda: None,
     ) -> None:
         guarded = GuardedPolicy(policy)
-        self.allocator = SMAllocator(devices, is_made, services, placement)
+        self.allocator = SMAllocator(devices, is_made, may_make, services, placement)
         self.queue = RequestQueue(guarded, self.allocator.virtual_time, self.allocator.devices)
         self.dispatcher = Dispatcher(self.queue, self.allocator, guarded)
         self.checkpoints = Checkpoints(self.queue, self.allocator, self.dispatcher, self.drained)
@@ -121,7 +124,6 @@ class Scheduler:
         self._cancelled = self._expired = self._refused = 0
         #: The mean duration of leases that ended while requests waited.
         self._mean_duration = 0.0
-        self._is_timed = False
         self._need_reserves()
 
     # -- requests --------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ class Scheduler:
             return False
         self._suspended[grant] = None
         grant.holder = None
-        if self._is_timed:
+        if self.allocator.is_timed:
             seconds = now - grant.began
             if seconds < SHORTEST:  # so short that counting each at once is a tenth of it
                 grant.short_uses += 1
@@ -569,10 +571,10 @@ class Scheduler:
 
     def time_leases(self, now: float) -> None:
         """Record from now on how long requests wait, and leases last and drain. Idempotent."""
-        if self._is_timed:
+        if self.allocator.is_timed:
             return
         self.reclaim(now)
-        self._is_timed = self.allocator.is_timed = True
+        self.allocator.is_timed = True
         for state in self.allocator.classes.values():
             state.untimed = granted_of(self.allocator, state, self.granted)
 
