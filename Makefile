@@ -50,7 +50,7 @@ RELEASE := .build/release
 COMPILER := $(shell command -v $(CC))
 SOURCES  := $(shell find src -name '*.py')
 
-# Or every process of a run would compile the package, the tests and hypothesis again.
+# Bytecode is written: without it each process of a run compiles the package, the tests and hypothesis.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo docs screens docs-serve test faults every-call schedules check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean

@@ -133,7 +133,7 @@ def test_progress_is_reported_without_the_lock_at_a_checkpoint() -> None:
 
                 job = p.upload(np.ones(8), progress=progress)
                 while not job.done():
-                    time.sleep(0)  # noqa: ASYNC251  the loop would report it before the checkpoint
+                    time.sleep(0)  # noqa: ASYNC251  after an await, the loop would call `progress` first
                 await p.checkpoint()
                 assert p._open_lease().executor is not executor
                 assert locked == [False]

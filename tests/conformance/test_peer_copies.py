@@ -33,7 +33,9 @@ pytestmark = pytest.mark.parametrize("pair", PAIRS)
 def two(backend: Backend, pair: str) -> Pool:
     """A pool over two devices; skips the combinations that other combinations cover."""
     if pair in ONCE and (backend.kind, backend.loop) != ("real", "asyncio"):
-        pytest.skip(f"{pair} copies in the same way on every loop and clock: it runs on one")
+        pytest.skip(
+            f"{pair} copies in the same way everywhere: it runs on asyncio and the real clock"
+        )
     if not backend.is_simulated and pair != PAIRS[0]:
         pytest.skip(
             "only a simulated machine has this pair: on a real one its own devices run, once"

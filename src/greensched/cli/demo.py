@@ -304,7 +304,7 @@ class Service:
 async def _until(when: float) -> None:
     """Wait with a precision of microseconds; a loop's timers are up to 1 ms late."""
     await asyncio.sleep(max(0.0, when - time.perf_counter() - 0.002))
-    while time.perf_counter() < when:  # noqa: ASYNC110  no event marks a moment
+    while time.perf_counter() < when:  # noqa: ASYNC110  a time has no event to wait for
         await asyncio.sleep(0)
 
 
@@ -449,7 +449,7 @@ def _read_array(path: Path) -> npt.NDArray[Any]:
         if path.suffix == ".npy":
             array = np.load(path)
         else:
-            from PIL import Image as Pillow  # type: ignore[import-not-found,unused-ignore]  # optional
+            from PIL import Image as Pillow  # type: ignore[import-not-found,unused-ignore]  # not always installed
 
             array = np.asarray(Pillow.open(path).convert("RGB"))
     except ImportError:

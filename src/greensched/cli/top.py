@@ -27,7 +27,7 @@ Found = Mapping[str, Any]
 #: white, so that the screen is readable on both.
 COLOURS = (33, 166, 70, 162, 97, 37, 136, 203)
 #: How the SMs of a cell are drawn, and how on a terminal with ASCII only.
-FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·.", "hung": "×x"}  # noqa: RUF001  a hatch
+FILLS = {"leased": "█#", "lent": "░-", "draining": "╱/", "free": "·.", "hung": "×x"}  # noqa: RUF001  a diagonal line, not a slash
 #: The width in columns from which the table of classes shows all its columns.
 WIDE = 150
 #: The width below which it shows its main columns alone.

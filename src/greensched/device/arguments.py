@@ -242,7 +242,7 @@ class KernelArguments:
         if parameter.pointer:
             return self._pointer_setter(index, parameter, place.cast("Q"))
         if parameter.dtype in FORMATS:
-            slot = place.cast(FORMATS[parameter.dtype])  # type: ignore[call-overload]  # any format
+            slot = place.cast(FORMATS[parameter.dtype])  # type: ignore[call-overload]  # typed for literal formats only
 
             def scalar(value: Any) -> None:
                 slot[0] = value

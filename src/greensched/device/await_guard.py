@@ -152,7 +152,7 @@ class _Instrument:
         self._trio = trio
         self._runner = runner
 
-    def after_task_step(self, task: object) -> None:  # noqa: ARG002  trio's signature
+    def after_task_step(self, task: object) -> None:  # noqa: ARG002  the signature of trio's Instrument
         self._trio.lowlevel.remove_instrument(self)
         _check(self._runner)
 
@@ -271,7 +271,7 @@ class _YieldMonitor:
 _monitor = _YieldMonitor()
 
 
-def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  PEP 669's
+def _suspending(code: CodeType, offset: int, value: object) -> None:  # noqa: ARG001  the signature of a callback of PEP 669
     """Raise at the await if the suspended coroutine has a block open."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:

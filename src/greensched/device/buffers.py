@@ -428,15 +428,15 @@ class PinnedBuffer(BaseBuffer):
         """The dtype of its array."""
         return self.array.dtype
 
-    def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
+    def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  the signature of Buffer's method
         """Return nothing: the host shares the memory, so ordering device work would not suffice."""
         return ()
 
-    def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+    def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  the signature of Buffer's method
         """Record that work on `stream` up to `ticket` uses it."""
         self._uses[stream] = ticket
 
-    def bind(self, bound: BoundUser, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+    def bind(self, bound: BoundUser, *, write: bool) -> None:  # noqa: ARG002  the signature of Buffer's method
         """Record that a bound launch uses the memory until `unbind`."""
         self._bound[bound] = None
 

@@ -89,7 +89,7 @@ class ForeignArray:
         """Whether its elements have this dtype, or are bytes that can be read as such."""
         return self.dtype == dtype or (not self.is_typed and self.nbytes % dtype.itemsize == 0)
 
-    def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  as Buffer's
+    def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  the signature of Buffer's method
         """Order the stream behind the array's producer. Its other users are unknown.
 
         Raises:
@@ -116,7 +116,7 @@ class ForeignArray:
         if producer is not None:
             stream.follow(producer)
 
-    def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  as Buffer's
+    def record_use(self, stream: TicketedStream, ticket: int, *, write: bool) -> None:  # noqa: ARG002  the signature of Buffer's method
         """Keep it alive until work on `stream` up to `ticket` is done."""
         stream.keep(ticket, self)
 

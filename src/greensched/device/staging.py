@@ -123,7 +123,7 @@ class StagingPool:
                 return found
         with self._primary.entered():
             made = make(self._primary)
-        self._made.append(made)  # type: ignore[arg-type]  # one of the two
+        self._made.append(made)  # type: ignore[arg-type]  # T is one of the two kinds
         return made
 
     def close(self) -> None:

@@ -296,7 +296,7 @@ class EventTicketedStream(TicketedStream):
         self._lock = threading.Lock()  # because loops of several threads may check
         super().__init__(stream, event, _private_word(0), 0, lambda: None)
 
-    def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  no word to write
+    def _bind(self, address: int) -> Callable[[int], None]:  # noqa: ARG002  an event takes no address
         driver, handle = self.stream.context.driver, self.stream.handle
 
         def write(ticket: int) -> None:

@@ -55,4 +55,4 @@ class BackgroundTask(Generic[T]):
         await waiter
         if self._error is not None:
             raise self._error
-        return self._value  # type: ignore[no-any-return]  # T
+        return self._value  # type: ignore[no-any-return]  # what the task returned, of type T

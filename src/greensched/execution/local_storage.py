@@ -67,7 +67,7 @@ class ExecutorLocals:
                 )
             self._values[factory] = factory()
             self.made += not self.is_prepared
-        return self._values[factory]  # type: ignore[no-any-return]  # its own T
+        return self._values[factory]  # type: ignore[no-any-return]  # what this factory made, of type T
 
     def adopt(self, thing: Disposable) -> None:
         """Close an object with the executor, unless it is released earlier."""

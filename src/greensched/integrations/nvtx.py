@@ -49,7 +49,7 @@ def annotate(pool: Pool) -> None:
 
 def around_call(
     call: CallContext,
-    given: Sequence[object],  # noqa: ARG001  a call hook's
+    given: Sequence[object],  # noqa: ARG001  the signature of a call hook
 ) -> Callable[[Callable[[], Any]], Any]:
     """Run `p.run` in a range. A call hook, registered by `annotate`."""
     domain, message = nvtx.get_domain(DOMAIN), f"call: {call.sm_count} SMs"

@@ -54,7 +54,7 @@ class Program:
         *,
         name: str = "program.cu",
         options: Sequence[str] = (),
-        compile: Literal["trusted", "sandbox"] = "trusted",  # noqa: A002
+        compile: Literal["trusted", "sandbox"] = "trusted",  # noqa: A002  a keyword argument of the public API
     ) -> None:
         if isinstance(options, str):
             raise InvalidRequest(

@@ -183,7 +183,7 @@ def warm_up(nvrtc: object, failed: type[Exception]) -> None:
     """Compile a valid source, and one with an error."""
     for source in ("", "error"):
         try:
-            nvrtc.compile(source, name="empty.cu", arch="sm_90")  # type: ignore[attr-defined]
+            nvrtc.compile(source, name="empty.cu", arch="sm_90")  # type: ignore[attr-defined]  # an untyped module
         except failed:
             continue
 

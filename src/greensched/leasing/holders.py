@@ -22,8 +22,8 @@ from greensched.scheduling.requests import LONG_LEASE_S, Request
 logger = logging.getLogger("greensched")
 
 #: The warning comes once a request has waited, and the holder has reached no checkpoint, for so
-#: many seconds: far longer than a step of anything that shares a GPU. A holder of any other lease
-#: is named after `LONG_LEASE_S`.
+#: many seconds: far longer than a step of anything that shares a GPU. The warning about a lease
+#: without checkpoints comes once the lease and the wait have lasted for `LONG_LEASE_S`.
 MOST_S = 1.0
 #: Modules that may be called between the code that takes a lease and this one.
 BETWEEN = ("greensched.", "contextlib", "asyncio.", "anyio.", "trio.")

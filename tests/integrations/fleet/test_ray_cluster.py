@@ -111,7 +111,7 @@ async def blocks(p: Partition, folder: Path) -> None:
     (folder / "began").touch()
     ends = time.monotonic() + SOON
     while not (folder / "go").exists() and time.monotonic() < ends:
-        time.sleep(0.01)  # noqa: ASYNC251  as it should not
+        time.sleep(0.01)  # noqa: ASYNC251  it blocks the loop on purpose
 
 
 # -- the cluster ------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ class Fleet:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT):
                     asked = handle.health.options(concurrency_group="control").remote()
-                    return await asked  # type: ignore[no-any-return]  # Ray's
+                    return await asked  # type: ignore[no-any-return]  # Ray is untyped
             return None
 
         handles = dict(self._registry.handles)
