@@ -202,16 +202,11 @@ class MachineLoad:
     def __init__(self) -> None:
         self._start = self._now()
 
-    @property
-    def others(self) -> float:
-        """Return how many cores other processes have used so far, on average."""
-        wall, busy, own = (a - b for a, b in zip(self._now(), self._start, strict=True))
-        return max(0.0, busy - own) / wall
-
     def __str__(self) -> str:
+        wall, busy, own = (a - b for a, b in zip(self._now(), self._start, strict=True))
         return (
             f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} "
-            f"cores, of which other processes used {self.others:.1f} meanwhile; "
+            f"cores, of which other processes used {max(0.0, busy - own) / wall:.1f} meanwhile; "
             f"greensched {'as Python' if scheduler.__file__.endswith('.py') else 'compiled'}"
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import importlib.util
 import json
@@ -45,9 +44,6 @@ ALONE, FINDING = 0.25, 0.15
 KILLS = 1 / 3
 #: The bar: seconds after the end of the running jobs until the SMs are free.
 MOST_S = 0.050
-#: Cores that other processes may use. Where they used 1.3 of two, p99 was 43 times that of a client
-#: alone, though at most two requests wait in the pool: such times are of the machine.
-MOST_OTHERS = 0.2
 #: Seconds between two samples of whether SMs are free.
 SAMPLE_S = 0.0005
 
@@ -62,7 +58,7 @@ def main() -> int:
     )
     seconds = parser.parse_args().seconds
     machine = MachineLoad()
-    rows = [_decided(row, machine.others) for row in measure(seconds)]
+    rows = measure(seconds)
     print(f"{machine}\n{table(rows)}")
     return int(any(row.passed is False for row in rows))
 
@@ -238,14 +234,6 @@ def _accepted(answers: clients.Answers) -> list[float]:
 
 def _p99(times: list[float]) -> float:
     return float(np.quantile(times, 0.99, method="inverted_cdf"))
-
-
-def _decided(row: Row, others: float) -> Row:
-    """Return a row without a verdict if its time is too long and other processes used the cores."""
-    if row.passed is not False or row.unit != "ms" or others <= MOST_OTHERS:
-        return row
-    bar = f"{row.bar} (not decided: other processes used {others:.1f} cores)"
-    return dataclasses.replace(row, bar=bar, passed=None)
 
 
 def _held(what: str, after: dict[str, int], before: dict[str, int]) -> Row:

@@ -256,9 +256,13 @@ class Run:
 
     def _answer(self, old: set[int], after: float) -> float:
         """Wait for an answer of a new process; return when it came."""
-        new = lambda one: one.pid and one.pid not in old and one.ended > after  # noqa: E731
-        self._wait(lambda: any(map(new, self._all())))
-        return min(one.ended for one in self._all() if new(one))
+
+        def times() -> list[float]:
+            answers = [one for one in self._all() if one.pid and one.pid not in old]
+            return [one.ended for one in answers if one.ended > after]
+
+        self._wait(lambda: bool(times()))
+        return min(times())
 
     def _all(self) -> list[Result]:
         self._read()
@@ -286,7 +290,8 @@ class Run:
         ends = time.monotonic() + SETTLED
         while not holds():
             if time.monotonic() > ends:
-                raise TimeoutError(f"after {self.faults[-1].what if self.faults else 'the start'}")
+                what = self.faults[-1].what if self.faults else "the programs started"
+                raise TimeoutError(f"the fleet is not as before {SETTLED:g} s after: {what}")
             time.sleep(0.05)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ pytest.importorskip("ray", reason="ray is not installed: make test-integrations"
 
 ROOT = Path(__file__).parents[3]
 JOBS = 3000
+#: Seconds from a job's deadline until it is told, at most, on a machine with other tests.
+LATE = 1.0
 
 
 @pytest.mark.timeout(300)
@@ -35,3 +38,6 @@ def test_no_job_is_lost_by_a_fault(request: pytest.FixtureRequest) -> None:
     kept = [bar for bar in bars if not any(part in bar for part in timed)]
     assert len(kept) == 24
     assert all(bar.endswith("PASS") for bar in kept), done.stdout
+    told = re.findall(r"  (\d+) jobs told, latest ([-+.\d]+) s after the deadline", done.stdout)
+    assert len(told) == 6
+    assert all(int(jobs) > 0 and float(latest) < LATE for jobs, latest in told), done.stdout
