@@ -32,8 +32,8 @@ REPLY_S = 1.0
 #: that replaces a lost GPU gets its pool at once.
 SPARE_S = 1.0
 #: Seconds in which the replacement of a pool may open, before the pool on a draining node is
-#: closed.
-READY_S = 5.0
+#: closed: five times what an actor takes to start on an idle node.
+READY_S = 10.0
 #: Seconds that jobs on a draining node have if the node has no deadline.
 DRAIN_S = 30.0
 #: How many seconds before a node's deadline its pool is closed; then the last outcomes are sent.
