@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.gpu.strategies import Launch, Work, filled
+from benchmarks.model.two_users import kept, lent, shared
 from greensched import LaunchConfig, Partition, PinnedBuffer, Program, ServiceClass
-from greensched.capacity.validation.two_users import kept, lent, shared
 from greensched.kernels import matmul, saxpy, spin
 from greensched.typing import Cost, LaunchFacts
 

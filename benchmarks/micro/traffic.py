@@ -18,17 +18,11 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
+from benchmarks import model
 from benchmarks.lib.timing import MachineLoad, table
 from benchmarks.micro import scheduler as deciding
 from benchmarks.micro import shares
-from greensched.capacity import experiment, metrics, results, sweeps, validation
-from greensched.capacity.machine import Machine
-from greensched.capacity.pool_strategies import Elastic
-from greensched.capacity.results import EVALUATION_SEEDS, Experiment
-from greensched.capacity.run import Scenario, simulate
-from greensched.capacity.strategies import Client, Split, Strategy
-from greensched.capacity.validation.scenarios import (
-    WITHIN,
+from benchmarks.model.scenarios import (
     beside,
     forever,
     pair,
@@ -37,6 +31,13 @@ from greensched.capacity.validation.scenarios import (
     same,
     work,
 )
+from greensched.capacity import experiment, metrics, results, sweeps
+from greensched.capacity.machine import Machine
+from greensched.capacity.measured import WITHIN
+from greensched.capacity.pool_strategies import Elastic
+from greensched.capacity.results import EVALUATION_SEEDS, Experiment
+from greensched.capacity.run import Scenario, simulate
+from greensched.capacity.strategies import Client, Split, Strategy
 from greensched.capacity.workload import W2, services
 from greensched.scheduling.policy import Fifo
 from greensched.typing import ALL
@@ -94,7 +95,7 @@ def at_most(what: str, found: metrics.Interval, most: float) -> Bar:
 
 def known(seeds: Sequence[int]) -> Iterator[Bar]:
     """Compare each published figure with ours."""
-    for found in zip(*(validation.checks(seed) for seed in seeds), strict=True):
+    for found in zip(*(model.checks(seed) for seed in seeds), strict=True):
         over = metrics.interval([check.found / check.published for check in found])
         is_near = abs(over[0] - 1) <= WITHIN
         yield Bar(f"{found[0].what}, of {found[0].published:.2f}", over, "1 +- 0.25", is_near)

@@ -21,8 +21,7 @@ from greensched.capacity.workload import ServiceProfile
 #: time of the weights, and of more the attention to each other counts, too.
 COMPUTE_BOUND, TWICE = 512, 1024
 #: How much longer a fused pass takes than one that reads as many tokens of one prompt: two calls of
-#: attention, and more that is scattered. Fitted to two rows of the validation
-#: (`validation.measured.FITTED`).
+#: attention, and more that is scattered. Fitted to two rows of `measured.FITTED`.
 FUSED = 1.14
 
 

@@ -62,7 +62,7 @@ NO_COSTS = HostCosts()
 #: The host of an H200, with greensched compiled, and of an H100, as Python. `start`: W1's median
 #: and 99th percentile on the best split. `submission` and `lease`: W1 beside kernels of 0.04 and
 #: 0.25 ms. `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve
-#: kept). Other cases, arms, loads and workloads are held out (`validation.measured.FITTED`).
+#: kept). Other cases, arms, loads and workloads are held out (`measured.FITTED`).
 #: `checkpoint`: of an engine's step on the H200, and by `greensched measure --host` on the H100
 #: (docs/measurements/h100-580/tables.json).
 H200_HOST = HostCosts(

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from greensched.capacity import metrics, sweeps
+from greensched.capacity import measured, metrics, sweeps
 from greensched.capacity.metrics import Latencies
 from greensched.capacity.run import Outcome, Scenario
-from greensched.capacity.validation import measured
 from greensched.typing import Granularity
 
 #: The seeds reserved for figures in documents. Development used only seeds 1 to 15.

@@ -96,7 +96,7 @@ def _through(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 #: Seconds of a wave of thread blocks: after it, SMs are free for a kernel of higher priority. Waves
-#: of products take 45 us in torch's training on an H200, and 230 us in W2's (`validation`).
+#: of products take 45 us in torch's training on an H200, and 230 us in W2's (`benchmarks.model`).
 WAVE_S, WAVE_OF_PASS_S = 0.0001, 0.000045
 #: Kernels of a pass of a language model: eight in each of 32 layers. A segment stands for many, and
 #: a wave of it for a wave of each: so often has a kernel of higher priority to wait.

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.machine import Machine
+from greensched.capacity.measured import WITHIN
 from greensched.capacity.metrics import WeightedValues
 from greensched.capacity.strategies import Client, Strategy
 from greensched.capacity.workload import ServiceProfile
-
-#: The relative error within which a figure counts as reproduced.
-WITHIN = 0.25
 
 
 @dataclass(frozen=True, slots=True)

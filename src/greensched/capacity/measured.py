@@ -2,8 +2,8 @@
 
 `measured.csv` has the figures with their sources under `docs/measurements`, in microseconds unless
 a figure's name says otherwise. `predicted.csv` has the latest result of `python -m
-greensched.capacity.validation`, which takes minutes; so reports only read it, and a test computes a
-part of it again.
+benchmarks.model` in the repository, which takes minutes; so reports only read it, and a test
+computes a part of it again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from greensched.capacity.validation.scenarios import WITHIN
-
 HERE = Path(__file__).parent
 MEASURED, PREDICTED = HERE / "measured.csv", HERE / "predicted.csv"
 KEYS = ("gpu", "workload", "case", "arm", "figure")
+#: The relative error within which a prediction counts as right.
+WITHIN = 0.25
 #: The ratio of measured figures from which a ranking must reproduce their order.
 DIFFERENT = 1.15
 #: Arms that give the times of work alone, which are inputs of the predictions.
@@ -47,15 +47,6 @@ FITTED = (
 #: The figures of which only the best arm is compared: of the engine the share of requests in time,
 #: which counts requests there and tokens here.
 SHARES = ("in time at 12", "in time at 20")
-#: Why a group of rows, by the first word of the arm, is predicted badly.
-REASONS = {
-    ("engine", "streams"): "a step waits less for kernels of a prompt than modelled",
-    ("engine", "priority"): "a step waits less for kernels of a prompt than modelled",
-    ("engine", "chunked"): "near saturation a pass that is 5 % shorter halves the wait",
-    ("engine", "split"): "near saturation a prompt that is 5 % longer doubles the wait",
-    ("torch", "streams"): "more of a pass fits beside the last wave of each product than modelled",
-    ("W2", "streams"): "overloaded: what waits grows with the slice, whose length is inferred",
-}
 
 Key = tuple[str, str, str, str, str]
 
@@ -94,15 +85,6 @@ class Row:
     def is_within(self) -> bool:
         """Say whether the prediction is within a quarter of the figure."""
         return self.predicted is not None and abs(self.predicted / self.value - 1) <= WITHIN
-
-    def __str__(self) -> str:
-        name = ", ".join(self.key)
-        found = "-" if self.predicted is None else f"{self.predicted:.4g}"
-        marks = " (fitted)" if self.is_fitted else ""
-        reason = REASONS.get((self.key[1], self.key[3].split(" ")[0]), "")
-        if self.predicted is None or not self.is_within:
-            marks += f"  off{': ' + reason if reason else ''}"
-        return f"{name:58} {self.value:10.4g} {found:>10}{marks}"
 
 
 @functools.cache
@@ -251,17 +233,3 @@ def _best(found: Mapping[Row, float | None], *, more: bool) -> Row:
 def _share(found: Sequence[Row]) -> str:
     within = sum(row.is_within for row in found)
     return f"{within} of {len(found)} ({within / max(1, len(found)):.0%})"
-
-
-def table() -> list[str]:
-    """Return the summary, every row, and every pair of arms in the wrong order."""
-    lines = [*summary(), "", f"{'figure':58} {'measured':>10} {'predicted':>10}"]
-    lines += map(str, rows())
-    wrong = [pair for pair in rankings(rows()) if not pair.is_right]
-    lines += ["", "in the wrong order:", *(_wrong(pair) for pair in wrong)]
-    return lines
-
-
-def _wrong(pair: Ranking) -> str:
-    gpu, workload, case, arm, figure = pair.better.key
-    return f"{gpu}, {workload}, {case}, {figure}: {arm} measured better than {pair.worse.key[3]}"

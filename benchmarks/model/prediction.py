@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from greensched.capacity.host_costs import H100_HOST, H200_HOST, HostCost, HostCosts
-from greensched.capacity.validation import engine
-from greensched.capacity.validation.measured import Key, inputs
-from greensched.capacity.validation.two_users import (
+from benchmarks.model import engine
+from benchmarks.model.two_users import (
     ARITHMETIC_W,
     NARROW,
     Setting,
@@ -24,6 +22,8 @@ from greensched.capacity.validation.two_users import (
     run,
     shared,
 )
+from greensched.capacity.host_costs import H100_HOST, H200_HOST, HostCost, HostCosts
+from greensched.capacity.measured import Key, inputs
 from greensched.driver.simulated.contention import clock, speeds
 from greensched.driver.simulated.device_models import PRESETS
 from greensched.typing import Cost

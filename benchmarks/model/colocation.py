@@ -8,13 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from statistics import mean, median
 
-from greensched.capacity.baselines import PriorityGate, Streams
-from greensched.capacity.latency_tables import CURVES
-from greensched.capacity.machine import Machine
-from greensched.capacity.pool_strategies import Shared
-from greensched.capacity.strategies import Client, Split, Strategy
-from greensched.capacity.time_slicing import Sliced
-from greensched.capacity.validation.scenarios import (
+from benchmarks.model.scenarios import (
     Check,
     beside,
     forever,
@@ -24,6 +18,12 @@ from greensched.capacity.validation.scenarios import (
     same,
     work,
 )
+from benchmarks.model.time_slicing import Sliced
+from greensched.capacity.baselines import PriorityGate, Streams
+from greensched.capacity.latency_tables import CURVES
+from greensched.capacity.machine import Machine
+from greensched.capacity.pool_strategies import Shared
+from greensched.capacity.strategies import Client, Split, Strategy
 from greensched.typing import Size
 
 # -- 3: Tally's setting -------------------------------------------------------------------------

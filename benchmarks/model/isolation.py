@@ -8,11 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from greensched.capacity.baselines import Streams
-from greensched.capacity.machine import Machine
-from greensched.capacity.pool_strategies import Classes
-from greensched.capacity.strategies import Client, Fifo, LeaseClient, Split, Strategy
-from greensched.capacity.validation.scenarios import (
+from benchmarks.model.scenarios import (
     TINY,
     Check,
     beside,
@@ -23,6 +19,10 @@ from greensched.capacity.validation.scenarios import (
     same,
     work,
 )
+from greensched.capacity.baselines import Streams
+from greensched.capacity.machine import Machine
+from greensched.capacity.pool_strategies import Classes
+from greensched.capacity.strategies import Client, Fifo, LeaseClient, Split, Strategy
 from greensched.capacity.workload import ServiceProfile
 from greensched.pool import Pool
 

@@ -1,8 +1,8 @@
-"""Validation: does the simulation reproduce published figures?
+"""The simulation's model: does it reproduce published figures, and those measured on GPUs?
 
-Each check names its inputs (kernel lengths, latencies of an idle partition, time slices) and
-its prediction, which follows from residency, sharing and service times. Nothing is fitted to a
-result. A prediction that is wrong by more than a quarter is printed as not reproduced.
+Each check of a published figure names its inputs (kernel lengths, latencies of an idle partition,
+time slices) and its prediction, which follows from residency, sharing and service times. Nothing is
+fitted to a result. A prediction that is wrong by more than a quarter is printed as not reproduced.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from greensched.capacity.validation.colocation import check_colocation, nothing_saturates
-from greensched.capacity.validation.isolation import inversion, start_latency
-from greensched.capacity.validation.scenarios import Check
+from benchmarks.model.colocation import check_colocation, nothing_saturates
+from benchmarks.model.isolation import inversion, start_latency
+from benchmarks.model.scenarios import Check
 
 
 @functools.cache

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from greensched.capacity.validation.colocation import (
+from benchmarks.model.colocation import (
     PUBLISHED_SPLITS,
     STEPS,
     check_colocation,
     nothing_saturates,
 )
-from greensched.capacity.validation.isolation import inversion, start_latency
-from greensched.capacity.validation.scenarios import Check
+from benchmarks.model.isolation import inversion, start_latency
+from benchmarks.model.scenarios import Check
 
 
 @pytest.mark.parametrize(
@@ -38,9 +37,9 @@ def test_plain_streams_win_where_nothing_saturates() -> None:
 
 def test_tallys_order_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPS is worst, then throttling, then time slices; yielding in microseconds hardly hurts."""
-    monkeypatch.setattr("greensched.capacity.validation.colocation.REQUESTS", 12)
+    monkeypatch.setattr("benchmarks.model.colocation.REQUESTS", 12)
     name = "ResNet-50, batch 32"
-    monkeypatch.setattr("greensched.capacity.validation.colocation.STEPS", {name: STEPS[name]})
+    monkeypatch.setattr("benchmarks.model.colocation.STEPS", {name: STEPS[name]})
     mps, _, tgs, slices, tally = (check.found for check in check_colocation(1))
     assert mps > tgs > slices > tally
     assert tally < 1.1

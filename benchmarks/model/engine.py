@@ -16,11 +16,11 @@ from itertools import pairwise
 from greensched.capacity.baselines import Batched, Streams
 from greensched.capacity.interference import Guard
 from greensched.capacity.latency_tables import SpeedupCurve
+from greensched.capacity.measured import Key
 from greensched.capacity.metrics import WeightedValues
 from greensched.capacity.run import Outcome, Scenario, simulate
 from greensched.capacity.strategies import Split, Strategy
 from greensched.capacity.traffic import Arrival
-from greensched.capacity.validation.measured import Key
 from greensched.capacity.workload import ServiceProfile
 
 #: Seconds of a run, and for how long after it requests are waited for.

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+from benchmarks.model import __main__ as command
+from benchmarks.model import engine, prediction
 
-from greensched.capacity.validation import __main__ as command
-from greensched.capacity.validation import engine, measured, prediction
-from greensched.capacity.validation.measured import Key, Ranking, Row
+from greensched.capacity import measured
+from greensched.capacity.measured import Key, Ranking, Row
 
 #: The bars: figures, the share of them within a quarter, and of arms in the measured order.
 LEAST_ROWS, LEAST_WITHIN, LEAST_RANKED = 60, 0.90, 0.90
@@ -68,7 +69,7 @@ def written(key: Key) -> float:
 def test_a_prediction_is_what_the_model_gives_now(
     gpu: str, workload: str, case: str, arm: str
 ) -> None:
-    """`python -m greensched.capacity.validation` was run after the model changed last."""
+    """`python -m benchmarks.model` was run after the model changed last."""
     known = {each.key for each in measured.rows()}
     for key, value in prediction.two_users(gpu, workload, case, arm):
         if key in known:
@@ -122,9 +123,9 @@ def test_a_row_that_is_not_predicted_counts_as_off() -> None:
     """Nothing is left out of a share by not predicting it, and what is off says so."""
     missing, near, far = row(1.0, None), row(1.0, 1.25), row(1.0, 1.26)
     assert [each.is_within for each in (missing, near, far)] == [False, True, False]
-    assert "off" in str(missing)
-    assert "off" not in str(near)
-    assert "off" in str(far)
+    assert "off" in command.line(missing)
+    assert "off" not in command.line(near)
+    assert "off" in command.line(far)
 
 
 def test_a_figure_that_was_not_measured_well_does_not_count() -> None:
