@@ -327,11 +327,12 @@ class Context(ContextLimits):
         self._check()
         if self.kind == "primary":
             raise InvalidRequest(
-                f"{self!r} has every SM: streams of Device.create_stream run on all of them"
+                f"{self!r} is a primary context, which has every SM: use Device.create_stream"
             )
         if nonblocking is not True:
             raise InvalidRequest(
-                f"nonblocking={nonblocking!r}: there are non-blocking streams only; leave it out"
+                f"nonblocking={nonblocking!r}: streams of a green context are always non-blocking; "
+                "leave it out"
             )
         return Stream(self, priority=priority)
 
@@ -450,4 +451,4 @@ def check_flags(flags: object) -> None:
     if unknown:
         raise InvalidRequest(f"flags={flags!r}: the bits {unknown:#x} are unknown; leave them out")
     if sum(way in flags for way in _WAYS) > 1:
-        raise InvalidRequest(f"flags={flags!r}: a context waits one way; give one SCHED_ flag")
+        raise InvalidRequest(f"flags={flags!r}: give only one SCHED_ flag")

@@ -84,11 +84,11 @@ class TooManySMs(InvalidRequest):
         self.is_ruled = is_ruled
         together = f"pool.partitions({', '.join(map(str, nearest))})"
         other = (
-            "on behalf of a class (`service=`) that reserves the rest, has a larger cap, or may "
-            "borrow the rest (preemptible, and with a `duration` or `checkpoint_interval` within "
-            "the owner's `max_wait_for_reserve`)"
+            "name a class (`service=`) whose reserve or cap is large enough, or that may borrow "
+            "(`preemptible=True`, and a `duration` or `checkpoint_interval` of at most the owner's "
+            "`max_wait_for_reserve`)"
         )
-        instead = f"at most {most}" if len(nearest) < 2 else f"{together}, the nearest that can be"
+        instead = f"at most {most}" if len(nearest) < 2 else f"{together}, the nearest possible"
         if is_ruled or not nearest:
             instead += f", or {other if is_ruled else 'for ALL SMs of a device'}"
         super().__init__(
@@ -199,7 +199,10 @@ class WrongDevice(InvalidRequest):
     def __init__(self, what: str, has: int, wants: int) -> None:
         self.has = has
         self.wants = wants
-        super().__init__(f"{what} belongs to device {has}, but this is device {wants}")
+        super().__init__(
+            f"{what} belongs to device {has}, but is used on device {wants}: use it on device "
+            f"{has}, or make another on device {wants}"
+        )
 
 
 class NotCopyable(GreenschedError, TypeError):
@@ -345,6 +348,8 @@ class PoolClosed(Closed):
 class BufferClosed(Closed):
     """A buffer was used after it, or its pool, was closed."""
 
+    _remedy = ": allocate another, or close it after its last use"
+
 
 class ForkedPool(Closed):
     """A CUDA object was used in a forked child: CUDA does not survive fork()."""
@@ -403,7 +408,10 @@ class DeadlineExceeded(GreenschedError, TimeoutError):
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        super().__init__(f"not granted within its deadline of {deadline:g} s")
+        super().__init__(
+            f"not granted within its deadline of {deadline:g} s: ask for fewer SMs, or give a "
+            "later deadline"
+        )
 
 
 class DeadlineImpossible(GreenschedError, TimeoutError):
@@ -531,7 +539,9 @@ class OutOfMemory(CUDAError):
             for value, label in ((asked, "requested"), (free, "free"), (total, "in total"))
             if value is not None
         ]
-        super().__init__(2, "OUT_OF_MEMORY", call, ", ".join(facts))
+        advice = "ask for less, or close buffers first"
+        detail = f"{', '.join(facts)}: {advice}" if facts else advice
+        super().__init__(2, "OUT_OF_MEMORY", call, detail)
 
 
 class DeviceFault(CUDAError):
@@ -659,8 +669,8 @@ class PoolLost(GreenschedError, RuntimeError):
         self.pool = pool
         self.why = why
         super().__init__(
-            f"{pool} was lost, and its jobs may or may not have run ({why}): submit again what is "
-            "harmless to repeat, or submit with idempotent=True"
+            f"{pool} was lost, and its jobs may or may not have run ({why}): submit jobs again "
+            "that are safe to repeat, with idempotent=True"
         )
 
 

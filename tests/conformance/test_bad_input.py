@@ -451,7 +451,9 @@ def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
     async def main() -> None:
         async with backend.pair("h200x2") as pool, pool.partition(8, device=0) as p:
             with await p.empty(8) as mine:
-                with pytest.raises(greensched.WrongDevice, match="device 0, but this is device 1"):
+                with pytest.raises(
+                    greensched.WrongDevice, match="device 0, but is used on device 1"
+                ):
                     mine.check(1)
             async with pool.partition(8, device=1) as q:
                 with await q.empty(8) as b:

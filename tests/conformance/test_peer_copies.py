@@ -145,7 +145,7 @@ def test_neither_of_this_device_is_refused(backend: Backend, pair: str) -> None:
     async def main() -> None:
         async with both(backend, pair) as (p, q):
             with await q.empty(8) as a, await q.empty(8) as b, await p.empty(9) as mine:
-                with pytest.raises(WrongDevice, match="device 1, but this is device 0"):
+                with pytest.raises(WrongDevice, match="device 1, but is used on device 0"):
                     p.copy(a, b)
                 with pytest.raises(greensched.InvalidArray, match="differ in shape"):
                     p.copy(mine, b)
@@ -165,7 +165,7 @@ def test_a_buffer_of_the_other_device_is_not_launched_on(backend: Backend, pair:
             with await p.upload(ONES[:8]) as here, await q.upload(ONES[:8]) as there:
                 await p.launch(config, fill, here, 2.0, 8)
                 await p.copy(there, here)
-                with pytest.raises(WrongDevice, match="device 1, but this is device 0"):
+                with pytest.raises(WrongDevice, match="device 1, but is used on device 0"):
                     p.launch(config, fill, there, 3.0, 8)
 
     backend.run(main)

@@ -339,7 +339,7 @@ def test_a_context_has_the_work_queues_it_was_given(device: Device) -> None:
 def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
     """A blocking one is a ValueError; a primary's streams are Device.create_stream's."""
     context = device.create_context(ContextOptions(resources=cut(device, step(device))))
-    with pytest.raises(ValueError, match="non-blocking streams only"):
+    with pytest.raises(ValueError, match="always non-blocking"):
         context.create_stream(nonblocking=False)
     with pytest.raises(ValueError, match=r"Device\.create_stream"):
         device.primary.create_stream()

@@ -292,7 +292,7 @@ def test_a_resource_of_another_device_is_refused(opened: Open) -> None:
     here, there = Device(0, driver=machine), Device(1, driver=machine)
     (group,), _ = there.resources.sm.split(SMResourceOptions(count=8))
     for resource in (group, there.resources.workqueue):
-        with pytest.raises(WrongDevice, match="belongs to device 1, but this is device 0"):
+        with pytest.raises(WrongDevice, match="belongs to device 1, but is used on device 0"):
             here.create_context(ContextOptions(resources=[resource]))
     here.close()
     there.close()

@@ -381,7 +381,7 @@ def test_nothing_listens(tmp_path: Path) -> None:
     ("answer", "said"),
     [
         (b"", "closed without an answer"),
-        (b"hello\n", "is no pool"),
+        (b"hello\n", "not a pool"),
         (b'{"version": 7}\n', "speaks version 7"),
     ],
 )

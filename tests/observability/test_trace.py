@@ -324,7 +324,7 @@ def test_what_cannot_be_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         trace = pool.trace(path)
         async with trace:
             pass
-        with pytest.raises(InvalidRequest, match="has one block"):
+        with pytest.raises(InvalidRequest, match="was used already"):
             await trace.__aenter__()
         await pool.aclose()
         with pytest.raises(PoolClosed):

@@ -229,7 +229,8 @@ def _with_targets(
             continue
         if math.isnan(medians[name]):
             raise InvalidRequest(
-                f"no request of {name!r} was done alone: give more seconds, or a longer trace"
+                f"no request of {name!r} finished in its run without other classes: give more "
+                "seconds, or a longer trace"
             )
         multiple = experiment.multiple or service.target
         found[name] = replace(service, latency=multiple * medians[name])

@@ -133,8 +133,8 @@ def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices
     times = devices * seconds / work if work else 1.0
     if not 0 < times < math.inf:
         raise InvalidRequest(
-            f"{seconds:g} s of traffic have {work:g} s of work, which is no load: give traffic "
-            "whose work in a second is a finite number above 0"
+            f"{seconds:g} s of traffic have {work:g} s of work: give traffic with some work, and "
+            "a finite amount of it per second"
         )
     return times
 

@@ -347,7 +347,8 @@ class Buffer(BaseBuffer):
         """
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise InvalidArray(
-                f"copy={copy}, dl_device={dl_device}: a buffer is exported in place, and not copied"
+                f"copy={copy}, dl_device={dl_device}: a buffer is exported without a copy, on its "
+                "own device; leave both out"
             )
         uses = self._pending(self.uses())
         if stream != -1:
@@ -468,10 +469,13 @@ def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
         raise InvalidArray(f"{dtype!r} is not a dtype: {error}") from None
     if not found.itemsize or found.subdtype is not None:
         raise InvalidArray(
-            f"dtype {found} has no bytes, or is an array itself: give the elements' dtype"
+            f"dtype {found} has no size, or is a subarray: give the dtype of one element"
         )
     if found.hasobject:
-        raise InvalidArray(f"dtype {found} holds Python objects, which have no bytes to move")
+        raise InvalidArray(
+            f"dtype {found} holds Python objects, which cannot be copied to a device: convert "
+            "them to numbers first"
+        )
     if not found.isnative:
         raise InvalidArray(
             f"dtype {found} is big-endian, and kernels read little-endian: convert it first with "

@@ -109,7 +109,10 @@ class ForeignArray:
         if self.nbytes:
             device = context.driver.memory_device(self.address)
             if device is None:
-                raise InvalidArray(f"the array is at {self.address:#x}, in no memory of a device")
+                raise InvalidArray(
+                    f"the array is at {self.address:#x}, which is not device memory: "
+                    "`await p.upload(array)` first"
+                )
             if device != context.device_id:
                 raise WrongDevice("this array", device, context.device_id)
         producer = _producer(self.source.__cuda_array_interface__)

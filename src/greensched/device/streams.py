@@ -292,7 +292,7 @@ def address_of(stream: object) -> int:
             version = address = None
         if version != 0:
             raise InvalidRequest(
-                f"__cuda_stream__ of {stream!r} has version {version!r}: version 0 is supported"
+                f"__cuda_stream__ of {stream!r} has version {version!r}: only version 0 is known"
             )
     if type(address) is not int or address <= 0:
         raise InvalidRequest(

@@ -76,7 +76,7 @@ def call_context(where: object = None) -> CallContext:
     call = running_call.get() if where is None else getattr(where, "call", where)
     if not isinstance(call, CallContext):
         raise InvalidRequest(
-            "no call runs here: give the partition, or call this inside p.run"
+            "no p.run is running here: give the partition, or call this inside p.run"
             if where is None
             else f"give a Partition or a CallContext, not {type(where).__name__}: {where!r}"
         )

@@ -91,7 +91,9 @@ def shape_and_dtype(shape: object, dtype: npt.DTypeLike) -> tuple[tuple[int, ...
             raise InvalidArray(f"shape={shape!r}: give whole numbers, each at least 0")
     checked, found = tuple(int(number) for number in numbers), dtype_of(dtype)
     if len(checked) > MAX_DIMENSIONS:
-        raise InvalidArray(f"shape has {len(checked)} dimensions; numpy has {MAX_DIMENSIONS}")
+        raise InvalidArray(
+            f"shape has {len(checked)} dimensions: numpy allows at most {MAX_DIMENSIONS}"
+        )
     if _nbytes(checked, found) > MAX_BYTES:
         raise InvalidArray(f"shape={shape!r} of {found} has more than {MAX_BYTES} bytes")
     return checked, found

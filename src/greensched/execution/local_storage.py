@@ -63,7 +63,7 @@ class ExecutorLocals:
             if len(self._values) >= MAX_VALUES:
                 raise InvalidRequest(
                     f"{MAX_VALUES} functions have been given to `local` on these SMs: a value is "
-                    "kept by its function, so give the same one each time, not a new lambda"
+                    "kept under its function, so give the same function each time, not a new lambda"
                 )
             self._values[factory] = factory()
             self.made += not self.is_prepared

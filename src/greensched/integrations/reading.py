@@ -35,7 +35,10 @@ class ExportedPools:
             for known, other in self._live():
                 if (other is pool) != (known == name):
                     what = "this pool" if other is pool else "another pool"
-                    raise InvalidRequest(f"name={name!r}: {what} is exported as {known!r} already")
+                    raise InvalidRequest(
+                        f"name={name!r}: {what} is already exported as {known!r}: give each pool "
+                        "one name of its own"
+                    )
             is_new = name not in self._pools
             self._pools[name] = weakref.ref(pool)
             return is_new

@@ -116,7 +116,8 @@ class Program:
             self._specs[name] = known.spec
         if parameters is not None and tuple(parameters) != known.parameters:
             raise InvalidRequest(
-                f"{known!r} exists already, with other parameters than {parameters!r}"
+                f"{known!r} exists already with other parameters than {parameters!r}: leave "
+                "parameters= out, or make another Program"
             )
         return known
 
@@ -198,7 +199,7 @@ class Kernel:
             InvalidRequest: The kernel has a reference, or the function takes other parameters.
         """
         if self._spec.reference is not None:
-            raise InvalidRequest(f"{self!r} already has a reference")
+            raise InvalidRequest(f"{self!r} already has a reference: remove one of the two")
         self._check_callable(function, "reference")
         self._spec.reference = function
         return function
@@ -213,7 +214,7 @@ class Kernel:
             InvalidRequest: The kernel has a cost, or the function takes other parameters.
         """
         if self._spec.cost is not None:
-            raise InvalidRequest(f"{self!r} already has a cost")
+            raise InvalidRequest(f"{self!r} already has a cost: remove one of the two")
         self._check_callable(function, "cost")
         self._spec.cost = function
         return function

@@ -70,11 +70,12 @@ def check(source: str, name: str, options: Sequence[str]) -> None:
             )
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"name={name!r}: in a sandbox it has 1 to 128 letters, digits and ._+- without folders"
+            f"name={name!r}: for a sandbox give 1 to 128 letters, digits or ._+- without folders"
         )
     if len(source.encode()) > MOST_SOURCE_BYTES:
         raise InvalidRequest(
-            f"the source has {len(source.encode())} bytes: a sandbox takes {MOST_SOURCE_BYTES}"
+            f"the source has {len(source.encode())} bytes: a sandbox takes at most "
+            f"{MOST_SOURCE_BYTES}"
         )
 
 

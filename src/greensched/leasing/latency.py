@@ -118,7 +118,8 @@ class LatencyCurve:
                 return sms
         most = self.sizes[-1]
         raise InvalidRequest(
-            f"seconds={seconds:.3g} cannot be met: {most} SMs take {self.p95(most):.3g} s (p95)"
+            f"seconds={seconds:.3g} cannot be met: give at least {self.p95(most):.3g}, which the "
+            f"largest size, {most} SMs, takes (p95)"
         )
 
     def times(self, factor: float) -> ScaledCurve:
@@ -134,7 +135,10 @@ class LatencyCurve:
             InvalidRequest: A value is not a size or not a duration; nothing is learnt.
         """
         if not (sms >= 1 and 0 <= seconds < math.inf):
-            raise InvalidRequest(f"{seconds!r} s on {sms!r} SMs: give a duration and a size")
+            raise InvalidRequest(
+                f"sms={sms!r}, seconds={seconds!r}: give a size of at least 1 SM, and seconds of "
+                "at least 0"
+            )
         if sms not in self._median:
             self._median[sms], self._p95[sms] = self.at(sms), self.p95(sms)
             self._sizes, self._smooth = tuple(sorted(self._median)), None

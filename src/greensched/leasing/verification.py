@@ -73,7 +73,9 @@ async def _where(partitions: tuple[Partition, ...]) -> tuple[frozenset[int], ...
         ]
     for p, ids in zip(partitions, sets, strict=True):
         if len(ids) != p.sm_count:
-            raise VerificationFailed(f"{p!r} was seen on {len(ids)} SMs: {sorted(ids)}")
+            raise VerificationFailed(
+                f"{p!r} should run on {p.sm_count} SMs, but ran on {len(ids)}: {sorted(ids)}"
+            )
     union: set[int] = set().union(*sets)
     if len(union) != sum(map(len, sets)):
         device = partitions[0].device_id

@@ -79,9 +79,10 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         answer = json.loads(line)
         version = answer["version"]
     except (ValueError, KeyError, TypeError):
-        raise SocketUnavailable(path, "what listens there is no pool") from None
+        raise SocketUnavailable(path, "another program listens there, not a pool") from None
     if version != VERSION:
-        raise SocketUnavailable(path, f"the pool speaks version {version}, this is {VERSION}")
+        problem = f"the pool speaks version {version}, but this process speaks {VERSION}"
+        raise SocketUnavailable(path, f"{problem}: use the same greensched for both")
     if "error" in answer:
         raise SocketUnavailable(path, answer["error"])
     snapshot: dict[str, Any] = answer["snapshot"]

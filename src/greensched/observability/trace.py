@@ -56,7 +56,7 @@ class Trace:
         manager = self._lifecycle.manager()
         manager.check()
         if self._thread is not None:
-            raise InvalidRequest("a trace has one block: call pool.trace() again for another")
+            raise InvalidRequest("this trace was used already: call pool.trace() again")
         self._devices = [TracedDevice.of(one.device, one.cells) for one in manager.device_pools]
         self._time = manager.driver.time
         self._thread = WorkerThread(manager.driver, "greensched trace", relaxed=False)

@@ -62,12 +62,12 @@ def parse_sizes(sizes: tuple[object, ...]) -> tuple[SizeRange, ...]:
     """
     parts = tuple(parse_size(size) for size in sizes)
     if not parts:
-        raise InvalidRequest("a joint request needs at least one size")
+        raise InvalidRequest("no size: give at least one, such as pool.partitions(16, 16)")
     named = [part.named for part in parts if part.named is not None]
     if len(parts) > 1 and ALL in named:
-        raise InvalidRequest("ALL leaves no SM for the other sizes of the same request: use REST")
+        raise InvalidRequest("ALL leaves no SM for the other sizes of the request: use REST")
     if named.count(REST) > 1:
-        raise InvalidRequest("REST can stand only once in a request")
+        raise InvalidRequest("REST stands for all remaining SMs: give it only once")
     return parts
 
 

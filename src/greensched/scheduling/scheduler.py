@@ -231,7 +231,10 @@ class Scheduler:
     def _class_of(self, service: str) -> ClassState:
         state = self.allocator.classes.get(service)
         if state is None or service in self.allocator.retired:
-            raise InvalidRequest(f"service={service!r}: the pool has no such class any more")
+            known = ", ".join(name for name in self.allocator.classes if name) or "none"
+            raise InvalidRequest(
+                f"service={service!r}: the pool no longer has this class; it has {known}"
+            )
         return state
 
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
