@@ -30,6 +30,9 @@ PAGES = sorted(
     + list(ROOT.glob("docs/**/*.md"))
 )
 
+#: Words of the site's pages together, programs and addresses included, as `wc -w` counts them.
+MOST_WORDS = 20_000
+
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -138,6 +141,16 @@ def _links(page: Path) -> list[str]:
         *(link for link in _LINK.findall(text) if ":" not in link),
         *(f"{line}.md" for line in contents.splitlines() if line and line[0] != ":"),
     ]
+
+
+def test_the_pages_are_short() -> None:
+    """Together they have 20,000 words at most; the Python API and the measurements do not count."""
+    words = {
+        name_of(page): len(page.read_text().split())
+        for page in (ROOT / "docs").rglob("*.md")
+        if not name_of(page).startswith(("docs/reference/api/", "docs/measurements/"))
+    }
+    assert sum(words.values()) <= MOST_WORDS, words
 
 
 def test_every_public_name_is_in_the_reference() -> None:
