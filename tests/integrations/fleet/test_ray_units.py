@@ -491,6 +491,18 @@ def test_each_of_few_jobs_has_a_batch_that_waits() -> None:
     with_a_caller(test)
 
 
+def test_a_reply_no_longer_counts_the_job_that_it_answers() -> None:
+    """Otherwise the client would take the pool that has just become free for the busiest."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        code = protocol.cloudpickle.dumps(three)
+        reply = await asyncio.wait_for(caller.reply(batch(0, run_of(1, b"d"), d=code)), 10)
+        assert [outcome.number for outcome in reply.outcomes] == [1]
+        assert reply.snapshot.wanted == 0
+
+    with_a_caller(test)
+
+
 def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
     """A batch gets its reply when the pool's state has changed, and not before."""
 

@@ -53,7 +53,7 @@ class RemoteClient:
         self._code: dict[bytes, bytes] = {}
         #: Each with whether it is awaited.
         self._functions: dict[bytes, tuple[Callable[..., Any], bool]] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
         self._sessions: dict[int, _Session] = {}
 
     # -- batches -----------------------------------------------------------------------------------
@@ -133,17 +133,17 @@ class RemoteClient:
             case "cancel" if message.number in self._tasks:
                 self._tasks[message.number].cancel()
 
-    def _start(self, message: Message, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, message: Message, work: Coroutine[Any, Any, Outcome]) -> None:
         number = message.number
         sms = 0 if message.session else protocol.least_sms(message.sms)
         self._actor.job_started(sms)
         task = self._tasks[number] = self._loop.create_task(work)
 
-        def ended(task: asyncio.Task[None]) -> None:
-            self._actor.job_ended(sms)
+        def ended(task: asyncio.Task[Outcome]) -> None:
+            self._actor.job_ended(sms)  # the reply's snapshot no longer counts it
             del self._tasks[number]
-            if not task.cancelled():
-                task.exception()
+            if not task.cancelled() and task.exception() is None:
+                self._add_outcome(task.result())
 
         task.add_done_callback(ended)
 
@@ -154,7 +154,7 @@ class RemoteClient:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def _run(self, message: Message) -> None:
+    async def _run(self, message: Message) -> Outcome:
         has_begun, job_started = False, self._loop.time()
         try:
             self._actor.admit()
@@ -164,25 +164,23 @@ class RemoteClient:
                 has_begun = True
                 self._actor.job_granted(self._loop.time() - fetched)
                 value = await _perform(p, *job)
-            outcome = await protocol.success(message.number, value)
+            return await protocol.success(message.number, value)
         except BaseException as error:
             if _is_cancelled(error):
                 raise
-            outcome = protocol.failure(message.number, error, has_begun=has_begun)
-        self._add_outcome(outcome)
+            return protocol.failure(message.number, error, has_begun=has_begun)
 
-    async def _run_in_session(self, message: Message) -> None:
+    async def _run_in_session(self, message: Message) -> Outcome:
         has_begun = False
         try:
             job = await self._unpack(message)
             p = self._session(message.session).partition
             has_begun = True
-            outcome = await protocol.success(message.number, await _perform(p, *job))
+            return await protocol.success(message.number, await _perform(p, *job))
         except BaseException as error:
             if _is_cancelled(error):
                 raise
-            outcome = protocol.failure(message.number, error, has_begun=has_begun)
-        self._add_outcome(outcome)
+            return protocol.failure(message.number, error, has_begun=has_begun)
 
     async def _unpack(self, message: Message) -> tuple[Callable[..., Any], bool, list[Any]]:
         digest = message.digest
@@ -203,8 +201,8 @@ class RemoteClient:
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def _hold_session(self, message: Message) -> None:
-        """Hold a session's lease from its grant to its end; report both."""
+    async def _hold_session(self, message: Message) -> Outcome:
+        """Hold a session's lease from its grant to its end; report the grant, return the end."""
         number, was_granted = message.number, False
         try:
             self._actor.admit()
@@ -216,14 +214,13 @@ class RemoteClient:
                 self._sessions[message.number] = session
                 self._add_outcome(await protocol.success(number, p.sm_count))
                 number = await session.closed_by
-            outcome = await protocol.success(number, None)
+            return await protocol.success(number, None)
         except BaseException as error:
             if _is_cancelled(error):
                 raise
-            outcome = protocol.failure(number, error, has_begun=was_granted)
+            return protocol.failure(number, error, has_begun=was_granted)
         finally:
             self._sessions.pop(message.number, None)
-        self._add_outcome(outcome)
 
     def _close(self, message: Message) -> None:
         try:
