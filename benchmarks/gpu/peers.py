@@ -35,11 +35,15 @@ from benchmarks.micro.launch import BURST
 from greensched import Buffer, Partition, Pool
 from greensched import driver as drivers
 from greensched.device.arguments import KernelArguments
+from greensched.driver.cuda.init import symbol_address
 from greensched.driver.interface import Driver
 from greensched.kernels import saxpy
 
-#: Source: cuda.h, CUhostFn.
+#: Source: cuda.h, CUhostFn and cuLaunchHostFunc.
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_LAUNCH_HOST_FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p
+)
 
 
 async def measure(driver: Driver) -> list[Row]:
@@ -116,8 +120,8 @@ async def _beside_cuda_core(
 
 async def _beside_a_callback(p: Partition, buffer: Buffer, raw: RawCalls) -> Comparison:
     values = arguments(buffer)
-    driver = p.stream.context.driver
-    stream = driver.foreign_stream(raw.stream)
+    # By its address: wheels up to 13.4 put Python code of their own around the callback.
+    launch_host_function = _LAUNCH_HOST_FUNCTION(symbol_address("cuLaunchHostFunc", 10000))
     loop = asyncio.get_running_loop()
 
     async def ours() -> None:
@@ -127,12 +131,12 @@ async def _beside_a_callback(p: Partition, buffer: Buffer, raw: RawCalls) -> Com
     wake = _HOST_FUNCTION(
         lambda _: loop.call_soon_threadsafe(lambda: waiting.pop().set_result(None))
     )
-    address = ctypes.cast(wake, ctypes.c_void_p).value or 0
 
     async def theirs() -> None:
         raw.launch()
         waiting.append(loop.create_future())
-        driver.host_function(stream, address, 0)
+        if launch_host_function(raw.stream, wake, None):
+            raise RuntimeError
         await waiting[0]
 
     what = "launch, await | raw launch, the driver's callback (numba async_done)"

@@ -7,7 +7,6 @@ import gc
 import mmap
 import re
 import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -287,30 +286,6 @@ def test_a_stream_waits_for_an_event(
     driver.synchronize_stream(stream)
     assert number[1] == 1
     driver.destroy_event(event)
-
-
-def test_a_host_function_needs_no_gil(driver: Driver, stream: StreamHandle) -> None:
-    """A native host function is called while this thread keeps the GIL, on every wheel."""
-    libc = ctypes.PyDLL(None)  # keeps the GIL during the call
-    semaphore = ctypes.create_string_buffer(64)
-    data = ctypes.addressof(semaphore)
-    post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
-    assert post is not None
-    libc.sem_init(ctypes.c_void_p(data), 0, 0)
-    limit = (ctypes.c_long * 2)(int(time.time()) + 50, 0)
-    driver.host_function(stream, post, data)
-    assert libc.sem_timedwait(ctypes.c_void_p(data), limit) == 0
-
-
-def test_a_host_function_that_fails_is_told(
-    driver: Driver, standin: Standin, stream: StreamHandle
-) -> None:
-    """A status of the raw call is our error, also one that no wheel knows."""
-    for failure, name in ((719, "LAUNCH_FAILED"), (805, "MPS_CONNECTION_FAILED"), (UNKNOWN, "")):
-        standin.fail(f"cuLaunchHostFunc:1:{failure}")
-        with pytest.raises(errors.CUDAError, match=f"cuLaunchHostFunc: {name}") as raised:
-            driver.host_function(stream, 1, 0)
-        assert raised.value.status == failure
 
 
 def test_the_address_of_a_stream(driver: Driver, stream: StreamHandle) -> None:

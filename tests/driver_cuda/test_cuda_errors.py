@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -141,7 +140,6 @@ class Life:
         self.arguments = arguments
         self.errors: list[BaseException] = []
         self._ends: list[Callable[[], None]] = []
-        self._post, self._semaphore = semaphore()
 
     def run(self) -> None:
         """Lives and dies."""
@@ -214,7 +212,6 @@ class Life:
         arguments = self.arguments(host.device_address + 64, 1)
         driver.bind_launch(stream, kernel, (1, 1, 1), (32, 1, 1), 0, arguments.pointers)()
         driver.copy_to_host(host.address, address, 64, stream)
-        driver.host_function(stream, self._post, self._semaphore)
         driver.bind_mark(stream, host.device_address)(1)
         driver.record_event(event, stream)
         driver.wait_event(stream, event)
@@ -252,20 +249,6 @@ class Life:
         destroy()
 
 
-@functools.cache
-def semaphore() -> tuple[int, int]:
-    """The address of sem_post and of a semaphore that lives for ever."""
-    libc = ctypes.CDLL(None)
-    storage = ctypes.create_string_buffer(64)
-    semaphores.append(storage)
-    libc.sem_init(ctypes.byref(storage), 0, 0)
-    return ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0, ctypes.addressof(storage)
-
-
-semaphores: list[object] = []
-
-
-@pytest.mark.fault("C1")
 @pytest.mark.parametrize("failure", [2, 719, STREAM_DETACHED, UNKNOWN])
 def test_every_call_failing_in_turn(
     driver: Driver, standin: Standin, code: CodeImage, arguments: type[Arguments], failure: int

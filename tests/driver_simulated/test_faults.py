@@ -16,7 +16,6 @@ from greensched.errors import CUDAError, DeviceFault, InvalidRequest, OutOfMemor
 from greensched.typing import CaptureMode, Cost, LaunchFacts
 
 from .machine import LAUNCH_NS, Machine, on_thread
-from .test_streams import SEM_POST, Semaphore
 
 Make = Callable[..., Machine]
 
@@ -183,7 +182,6 @@ def everything(machine: Machine) -> dict[str, Callable[[], object]]:
         "bind_mark": lambda: driver.bind_mark(stream, word.address),
         "mark": lambda: mark(1),
         "wait_value": lambda: driver.wait_value(stream, word.address, 0),
-        "host_function": lambda: driver.host_function(stream, SEM_POST, 0),
         "begin_capture": lambda: driver.begin_capture(stream, CaptureMode.RELAXED),
         "create_event": machine.event,
         "destroy_event": lambda: driver.destroy_event(victim),
@@ -253,9 +251,9 @@ def test_what_is_ended_after_a_fault_is_ended(machine: Machine) -> None:
 
 
 def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
-    """Words never advance, host functions are not called, copies do not arrive."""
+    """Words never advance, and copies do not arrive."""
     driver = machine.driver
-    word, semaphore, target = machine.word(), Semaphore(), machine.pinned(4)
+    word, target = machine.word(), machine.pinned(4)
     one, two, three = machine.stream(), machine.stream(), machine.stream()
     address, large = machine.device_memory(4, two), machine.pinned(1 << 20)
     driver.copy_to_host(large.address, machine.device_memory(1 << 20, three), 1 << 20, three)
@@ -265,12 +263,11 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
         if stream is one:
             machine.run(stream, "bad", fixed_ns=1_000)
         driver.bind_mark(stream, word.address)(7)
-        driver.host_function(stream, SEM_POST, semaphore.address)
         driver.copy_to_host(target.address, address, 4, stream)
     with pytest.raises(DeviceFault):
         machine.finish()
     machine.inside(lambda: driver.clock.sleep(10**9))
-    assert (word.value, semaphore.value, bytes(target.view)) == (0, 0, bytes(4))
+    assert (word.value, bytes(target.view)) == (0, bytes(4))
     assert not any(large.view), "it was in flight"
     assert machine.spans == []
 

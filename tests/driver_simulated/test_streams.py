@@ -1,8 +1,7 @@
-"""Streams and events: order, marks, waits, host functions."""
+"""Streams and events: order, marks, waits."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -17,23 +16,6 @@ from greensched.typing import Feature
 from .machine import LAUNCH_NS, Machine, Word
 
 Make = Callable[..., Machine]
-LIBC = ctypes.CDLL(None)
-SEM_POST = ctypes.cast(LIBC.sem_post, ctypes.c_void_p).value or 0
-
-
-class Semaphore:
-    """A counter that native code can count up."""
-
-    def __init__(self) -> None:
-        self._memory = ctypes.create_string_buffer(64)
-        self.address = ctypes.addressof(self._memory)
-        assert LIBC.sem_init(ctypes.c_void_p(self.address), 0, 0) == 0
-
-    @property
-    def value(self) -> int:
-        value = ctypes.c_int()
-        assert LIBC.sem_getvalue(ctypes.c_void_p(self.address), ctypes.byref(value)) == 0
-        return value.value
 
 
 # -- order --------------------------------------------------------------------------------------
@@ -190,22 +172,6 @@ def test_a_stream_can_wait_for_another_through_memory(machine: Machine) -> None:
     driver.bind_mark(writer, word.address)(1)
     machine.finish()
     assert machine.times()["after"][0] == machine.times()["before"][1] == LAUNCH_NS + 50_000
-
-
-# -- host functions -----------------------------------------------------------------------------
-
-
-def test_a_host_function_is_called_in_its_turn(machine: Machine) -> None:
-    """The native function is called with its data, once, when what is before it is done."""
-    driver = machine.driver
-    semaphore, stream = Semaphore(), machine.stream()
-    gate = machine.hold(stream)
-    driver.host_function(stream, SEM_POST, semaphore.address)
-    machine.inside(lambda: driver.clock.sleep(1_000))
-    assert semaphore.value == 0
-    gate.value = 1
-    driver.synchronize_stream(stream)
-    assert semaphore.value == 1
 
 
 # -- events -------------------------------------------------------------------------------------

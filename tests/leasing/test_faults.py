@@ -562,7 +562,7 @@ def test_every_driver_call_fails_in_turn(
 def test_the_verbs_are_covered() -> None:
     """The roads above call the driver's verbs, but for those that only other roads use."""
     elsewhere = {"primary_state", "stream_address", "synchronize_stream",
-                 "host_function", "destroy_graph", "elapsed", "set_bytes", "copy",
+                 "destroy_graph", "elapsed", "set_bytes", "copy",
                  "synchronize_context", "priority_range", "wait_value", "allow_shared",
                  "memory_info", "synchronize_event", "split", "device_workqueue",
                  "context_workqueue", "workqueue_facts", "configure_workqueue", "create_context",

@@ -378,14 +378,6 @@ class Driver(HostServices, abc.ABC):
         The comparison uses the signed difference, so that a counter may wrap.
         """
 
-    @abc.abstractmethod
-    @driver_call(NEVER)
-    def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Have a driver thread call the native function at address `function` with `data`.
-
-        It must not be a Python function (rule 4). After a device fault it is not called.
-        """
-
     # -- events ---------------------------------------------------------------------------------
 
     @abc.abstractmethod

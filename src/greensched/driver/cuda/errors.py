@@ -64,11 +64,6 @@ def error_for_status(
     return from_status(number, call, status.name, detail)
 
 
-def error_for_number(number: int, call: str) -> errors.CUDAError:
-    """Return the exception for a status number, from a call that bypassed the wheel."""
-    return from_status(number, call, _NAMES.get(number))
-
-
 def error_for_unknown_status(error: Exception, call: str, detail: str = "") -> Exception:
     """Return the exception for a status that the wheel has no name for.
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from greensched.driver.cuda.bindings import cuda, number
 from greensched.driver.cuda.errors import (
     NOT_READY,
     UNKNOWN_STATUS,
     call,
-    error_for_missing_function,
-    error_for_number,
     error_for_status,
     error_for_unknown_status,
 )
-from greensched.driver.cuda.init import symbol_address
 from greensched.driver.interface import Driver
 from greensched.driver.types import EventHandle, ExecutableHandle, GraphHandle, StreamHandle
 from greensched.typing import CaptureMode
@@ -46,22 +41,6 @@ _query_event = cuda.cuEventQuery
 #: The wheel's modes by value, because wheels up to 13.1 accept no plain int for an enum.
 _THEIR_MODES: Final = tuple(cuda.CUstreamCaptureMode(mode.value) for mode in CaptureMode)
 _OUR_MODES: Final = tuple(CaptureMode)
-
-
-@functools.cache
-def _launch_host_function() -> Any:
-    """Return `cuLaunchHostFunc`, found by its address, without the wheel.
-
-    Wheels up to 13.4 wrap any function, even a plain C one, in a trampoline that takes the GIL on
-    the driver's thread. This deadlocks against a thread that holds the GIL and waits for the
-    driver's lock (docs/internals/completion.md). ctypes releases the GIL around the call, as the
-    wheel does.
-    """
-    address = symbol_address("cuLaunchHostFunc", 10000)
-    if not address:
-        raise error_for_missing_function("cuLaunchHostFunc")
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    return prototype(address)
 
 
 class Streams(Driver):
@@ -131,12 +110,6 @@ class Streams(Driver):
     def wait_value(self, stream: StreamHandle, address: int, value: int) -> None:
         """Call `cuStreamWaitValue32`. The driver's scheduler does not know this order."""
         call(cuda.cuStreamWaitValue32, stream, address, value, _GEQ)
-
-    def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Call `cuLaunchHostFunc` by its address, so that no wheel adds Python code."""
-        status = _launch_host_function()(number(stream), function, data)
-        if status:
-            raise error_for_number(status, "cuLaunchHostFunc")
 
     # -- captures -------------------------------------------------------------------------------
 

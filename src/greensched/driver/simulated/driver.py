@@ -219,7 +219,6 @@ class SimulatedDriver(Driver):
     wait_event = driver_call(Streams.wait_event)
     bind_mark = driver_call(Streams.bind_mark)
     wait_value = driver_call(Streams.wait_value)
-    host_function = driver_call(Streams.host_function)
 
     create_event = driver_call(Events.create_event)
     destroy_event = driver_call(Events.destroy_event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -149,14 +148,6 @@ class Streams(Component):
 
         found = self.machine.stream(stream, "wait_value")
         self.machine.enqueue(found, lambda: PollOp(reached), "wait_value")
-
-    def host_function(self, stream: StreamHandle, function: int, data: int) -> None:
-        """Call a native function on the device's thread."""
-        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        found = self.machine.stream(stream, "host_function")
-        self.machine.enqueue(
-            found, lambda: InstantOp("host function", lambda _: call(data)), "host_function"
-        )
 
     def _word(self, address: int, what: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         if address % 4:
