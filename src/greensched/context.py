@@ -63,11 +63,11 @@ _contexts_lock = threading.Lock()
 
 
 class Context(ContextLimits):
-    """A CUDA context: a device's primary, a green one (some of its SMs), an own one, or adopted.
+    """A CUDA context: a device's primary, a green one (some of its SMs), an own or an adopted one.
 
     Made by `Device.primary`, `Device.create_context`, `Context.create` and `Context.current`.
-    Its streams and events keep it alive; `close` ends those that are left first. A green or own
-    context that is never closed causes a warning, because no destructor calls CUDA.
+    Its streams and events keep it alive; `close` first ends those that are still open. A green or
+    own context that is never closed causes a warning, because no destructor calls CUDA.
 
     Any thread may use it, and make it current by `with`, by `push` and `pop`, or by `set_current`.
     A green context is *current* on only one thread at a time, and a second thread is refused;
@@ -119,7 +119,7 @@ class Context(ContextLimits):
         self.order_before: dict[int, Callable[[int], None]] = {}
         #: The threads on which this context is current or entered, one entry for each time.
         self.inside: list[weakref.ref[_ThreadToken]] = []
-        #: Whether it is never closed, because it has work or the device is lost. No warning then.
+        #: Whether it is left open without a warning, because it has work or the device is lost.
         self.is_abandoned = False
         self._release = release
         self._device = device
@@ -129,7 +129,7 @@ class Context(ContextLimits):
 
     @classmethod
     def create(cls, device: Device, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
-        """Create an own context beside the primary one, current on no thread. May block.
+        """Create a context beside the primary one, current on no thread. May block.
 
         Pools never use such a context. Its streams and events cannot be combined with those of
         other contexts, and its memory is a separate address space.
@@ -238,7 +238,7 @@ class Context(ContextLimits):
         current_context.replace(self)
 
     def push(self) -> None:
-        """Push it on this thread's stack of contexts; `pop` restores the one before.
+        """Push this context on the thread's stack of contexts; `pop` restores the previous one.
 
         Raises:
             CurrentElsewhere: It is green, and current on another thread; names both threads.
@@ -247,10 +247,11 @@ class Context(ContextLimits):
         current_context.push(self)
 
     def pop(self) -> None:
-        """Pop it off this thread's stack, so that another thread may push it.
+        """Pop this context off the thread's stack, so that another thread may push it.
 
         Raises:
-            InvalidRequest: It is not current on this thread, or a `with` block made it current.
+            InvalidRequest: The context is not current on this thread, or a `with` block made it
+            current.
         """
         current_context.pop(self)
 
@@ -313,7 +314,7 @@ class Context(ContextLimits):
     # -- streams and events ------------------------------------------------------------------------
 
     def create_stream(self, *, priority: int = 0, nonblocking: bool = True) -> Stream:
-        """Create a non-blocking stream of a green or own context. May block.
+        """Create a non-blocking CUDA stream of a green or own context. May block the thread.
 
         Args:
             priority: A hint for kernels. Smaller is more urgent, and the driver clamps it.
@@ -321,8 +322,8 @@ class Context(ContextLimits):
                 (cuda.h, cuGreenCtxStreamCreate).
 
         Raises:
-            InvalidRequest: `nonblocking` is False, or the priority invalid; or the context is
-                primary: use `Device.create_stream`, whose streams run on every SM.
+            InvalidRequest: `nonblocking` is False, or the priority is invalid; or the context is
+                primary: use `Device.create_stream`.
         """
         self._check()
         if self.kind == "primary":

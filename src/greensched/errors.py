@@ -34,11 +34,11 @@ def _restored(kind: type[GreenschedError], args: tuple[object, ...]) -> Greensch
 
 
 class InvalidRequest(GreenschedError, ValueError):
-    """A value that can never be right; the message says which values are."""
+    """A value that can never be valid; the message says which values are."""
 
 
 class DeviceNotFound(InvalidRequest):
-    """The machine has no device of this number; the message says which it has.
+    """The machine has no device with this number; the message lists its devices.
 
     Attributes:
         device: The number that was given.
@@ -598,7 +598,7 @@ class DeviceHung(GreenschedError, TimeoutError):
         hang_after: The limit, in seconds.
         beside: The device's other executors that have work, and how long each has made no
             progress, longest first. They may wait behind it in one of the device's `queues`
-            hardware queues; the driver does not tell which streams share a queue.
+            hardware queues; the driver does not report which streams share a queue.
     """
 
     def __init__(

@@ -345,7 +345,8 @@ class Pool(Uncopyable):
                 done, and executors in all.
 
         Raises:
-            InvalidRequest: There is no such class, it has no `sizes`, or `factory` is no function.
+            InvalidRequest: There is no such class, it has no `sizes`, or `factory` is not a
+            function.
             WouldBlock: SMs of such an executor are leased, or requests wait.
             PoolClosed, DeviceLost, ForkedPool: The pool does not work.
             BaseException: `factory` raised it.
@@ -546,7 +547,8 @@ class Pool(Uncopyable):
     async def verify(self) -> Verification:
         """Prove on each device that partitions share no SM.
 
-        Waits until it has every SM of each device in turn, so no other lease runs meanwhile.
+        Waits until it has every SM of each device in turn, so no other lease runs meanwhile. A
+        cancellation ends it; its SMs are released once its kernels have ended.
 
         Raises:
             VerificationFailed: Two partitions shared an SM, or a kernel did not run on all SMs of

@@ -1,4 +1,4 @@
-"""Records: one stream of small frozen objects that tell what happens in a pool; see `Pool.watch`.
+"""Records: one stream of small frozen objects that describe events in a pool; see `Pool.watch`.
 
 Times are seconds of the driver's clock, monotonic or virtual. Requests and leases are numbered.
 A refused request keeps no number: the next request reuses it. A lease that gives way

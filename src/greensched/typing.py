@@ -150,7 +150,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """What a reference or a cost function is told about its launch."""
+    """What a reference or a cost function gets about its launch."""
 
     grid: Dim3
     block: Dim3

@@ -126,7 +126,7 @@ class Streams:
 class Batched(Streams):
     """One engine on the whole device that batches prompts and tokens, as serving programs do.
 
-    Made comparable: it schedules by targets, a fused pass reads the weights once, and prompts
+    For a fair comparison it schedules by targets, a fused pass reads the weights once, and prompts
     share passes.
     """
 

@@ -1,10 +1,10 @@
 """A clairvoyant's prefill and decode on the same devices: an estimate of what is possible.
 
 This is a fluid model. It knows every request in advance, has no launch costs and no granularity of
-work, and treats all devices of a pool as one. It is an estimate and no upper bound: a clairvoyant
-could do better in other ways. It could refuse requests of many tokens, whose decoding takes most of
-the time, rather than long prompts; stop all decoding for seconds, which makes one token of each
-running request late; or batch prompts with tokens (`engine`).
+work, and treats all devices of a pool as one. It is an estimate and not an upper bound: a
+clairvoyant could do better in other ways. It could refuse requests of many tokens, whose decoding
+takes most of the time, rather than long prompts; stop all decoding for seconds, which makes one
+token of each running request late; or batch prompts with tokens (`engine`).
 
 *Speed.* At each moment a device computes for one class on some SMs and for the other on the rest,
 or for one on all of them. Its average is a point of the concave hull of these (`Frontier`), with
@@ -163,7 +163,8 @@ def attainment(
 class _Prompt:
     """A prompt to be read, with its work in seconds of a whole device.
 
-    `came` and `done` are its arrival and end, measured in capacity for prompts up to then.
+    `came` and `done` are its arrival and end, measured by the total capacity for prompts until
+    then.
     """
 
     arrival: Arrival
@@ -243,7 +244,7 @@ class _Prompts:
         return found
 
     def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
-        """Return the prompts whose tokens must be decoded now, or may be if not `is_late`."""
+        """Return the prompts that must be decoded now; if not `is_late`, all that can be."""
         found = []
         while self._read:
             one = self._read[0]

@@ -17,11 +17,13 @@ from greensched.capacity.strategies import Batching, Client
 from greensched.capacity.traffic import Arrival
 from greensched.capacity.workload import ServiceProfile
 
-#: Tokens between which the time of a prompt is taken to grow in proportion: fewer are read in the
-#: time of the weights, and of more the attention to each other counts, too.
+#: Between these numbers of tokens the time of a prompt is assumed to grow in proportion. Fewer
+#: tokens take as long as reading the weights; with more, the tokens' attention to each other
+#: counts, too.
 COMPUTE_BOUND, TWICE = 512, 1024
-#: How much longer a fused pass takes than one that reads as many tokens of one prompt: two calls of
-#: attention, and more that is scattered. Fitted to two rows of `measured.FITTED`.
+#: How much longer a fused pass takes than a pass with the same number of tokens of one prompt,
+#: because it calls attention twice and reads scattered memory. Fitted to two rows of
+#: `measured.FITTED`.
 FUSED = 1.14
 
 
@@ -80,8 +82,8 @@ class PromptQueue(Prefill):
         """Put tokens of prompts into the next pass, or of one prompt if not `together`.
 
         Returns:
-            The tokens; the seconds that their prompts take beyond a pass of so many tokens; and the
-            seconds of passes of their own, one for each prompt.
+            The tokens; the seconds that their prompts take beyond a pass of that many tokens; and
+            the seconds if each prompt had its own pass.
         """
         left, long, apart = budget, 0.0, 0.0
         while left > 0 and self.is_waiting and (together or left == budget):
@@ -114,7 +116,7 @@ class PromptQueue(Prefill):
             self._release_token(one.arrival, one.served)
 
     def waiting(self) -> list[float]:
-        """Return since when each prompt has waited whose first token is not released."""
+        """Return the arrival time of each prompt whose first token is not released."""
         return [*super().waiting(), *(one.arrival.at for one in self._reading)]
 
     def _wake(self) -> None:

@@ -219,7 +219,8 @@ def _with_targets(
     """Return the classes with their targets in seconds, some of them multiples of medians.
 
     Raises:
-        InvalidRequest: No request of a class was done alone, so its target is undefined.
+        InvalidRequest: No request of a class finished in its run without other classes, so its
+        target is undefined.
     """
     found = {}
     for name, service in classes.items():

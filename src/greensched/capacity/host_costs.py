@@ -83,8 +83,8 @@ H100_HOST = HostCosts(
 )
 
 
-#: The costs of a file by attribute, with the operations whose times they add up. A file's
-#: `submission` is not the attribute of that name: it is the whole time of a bound launch.
+#: For some attributes, the operations in a file whose times are added. A file's `submission` is not
+#: the attribute of that name: it is the whole time of a bound launch.
 OF_FILES = {
     "lease": ("lease",),
     "checkpoint": ("checkpoint",),

@@ -128,7 +128,7 @@ class Machine:
             await asyncio.sleep(seconds)
 
     def listen(self, device: int, service: str, listener: Callable[[Span], None]) -> None:
-        """Call a listener with each kernel of a class on a device when it ends."""
+        """Call a listener at the end of each kernel of a class on a device."""
         self._listeners[device, service] = listener
 
     def finish(self, future: asyncio.Future[None]) -> None:
@@ -191,7 +191,7 @@ def _cost(curve: SpeedupCurve, launch: LaunchFacts, ns: Any) -> Cost:
 
 
 class Launch:
-    """A class's prepared launch on a plain stream. Call it with its ns on the whole device.
+    """A prepared launch on a plain stream. Call it with its nanoseconds on the whole device.
 
     Creating it may block, so it is created before a loop runs.
     """

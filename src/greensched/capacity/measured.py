@@ -44,8 +44,8 @@ FITTED = (
     ("engine", "20/s", "chunked 256", ("between p50",)),
     ("engine", "28/s", "chunked 384", ("between p50",)),
 )
-#: The figures of which only the best arm is compared: of the engine the share of requests in time,
-#: which counts requests there and tokens here.
+#: Figures of which only the best arm is compared: the engine's share in time, which the measurement
+#: counts in requests and the model in tokens.
 SHARES = ("in time at 12", "in time at 20")
 
 Key = tuple[str, str, str, str, str]
@@ -201,8 +201,9 @@ CHOSEN_BY = dict.fromkeys(("W1", "W2", "W7", "W8"), (("p99", False),)) | {
 def choices() -> dict[tuple[str, str, str, str], tuple[str, str, bool]]:
     """Return the best arm by measurement, by the model, and whether the latter is as good.
 
-    Of each GPU, workload, case and figure. It is as good if it is the best, or measured within 15 %
-    of it. A case counts where the best arm's share in time is known to a quarter.
+    The keys are GPU, workload, case and figure. The model's arm is as good if it is the measured
+    best, or measured within 15 % of it. A case counts only if the best arm's share in time is known
+    to within a quarter.
     """
     arms: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in inputs_and_rows():

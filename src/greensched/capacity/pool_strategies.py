@@ -215,7 +215,7 @@ class Sized(Elastic):
         return super().options(machine) | {"policy": "sized"}
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:
-        """Return a class without a reserve, as the policy gives it SMs for its target."""
+        """Return a class without a reserve, because the policy gives it SMs for its target."""
         base = super().service_class(service)
         latency = service.latency if service.reserve else None
         return replace(base, reserve=0, cap=ALL, preemptible=False, latency=latency or None)

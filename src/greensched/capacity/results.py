@@ -113,8 +113,8 @@ def goodputs(results: Results) -> dict[str, list[float]]:
 def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]:
     """Compare each strategy's goodput with plain streams' and the best fixed splits'.
 
-    `where streams do`: the lowest ratio of its attainment to plain streams' attainment, over the
-    rates at which plain streams have enough of every class in time.
+    `where streams do`: the lowest ratio of its attainment to that of plain streams, over the rates
+    at which plain streams have enough requests of every class in time.
     """
     good = goodputs(results)
     report: dict[str, dict[str, metrics.Interval]] = {}

@@ -55,11 +55,11 @@ class Samples:
 
 
 def _ignore_latency(_latency: float, _weight: int) -> None:
-    """Do nothing, as most strategies do not use latencies."""
+    """Do nothing, because most strategies do not use latencies."""
 
 
 async def _keep() -> None:
-    """Do nothing, as most strategies hold nothing, or hold it throughout."""
+    """Do nothing, because most strategies hold no lease, or hold one all the time."""
 
 
 class Server(abc.ABC):
@@ -72,7 +72,7 @@ class Server(abc.ABC):
         self.samples = Samples()
         #: Requests that are queued or in progress.
         self.load = 0
-        #: Since when each request in progress has waited.
+        #: The time since which each request in progress has waited.
         self._in_progress: list[float] = []
         self._machine = machine
         self._client = client
@@ -94,7 +94,7 @@ class Server(abc.ABC):
         self._wake()
 
     def waiting(self) -> list[float]:
-        """Return since when each request, queued or in progress, has waited."""
+        """Return the time since which each request, queued or in progress, has waited."""
         return [*self._in_progress, *(arrival.at for arrival in self._queue)]
 
     @abc.abstractmethod
@@ -235,7 +235,7 @@ class Prefill(Server):
             self._decode.take(replace(arrival, at=now))
 
     def waiting(self) -> list[float]:
-        """Return since when each prompt has waited whose first token is not released."""
+        """Return the arrival time of each prompt whose first token is not released."""
         return [*super().waiting(), *(arrival.at for arrival, _ in self._pending_tokens)]
 
     def pick(self) -> Arrival:

@@ -36,7 +36,7 @@ class Batching:
     Attributes:
         budget: The most tokens of a fused pass. 0: each pass has only prompts or only tokens.
         interval: The number of decode steps between two passes of prompts.
-        together: Whether a pass of prompts has as many as fit, not one.
+        together: Whether a pass of prompts has as many prompts as fit, rather than one.
     """
 
     budget: int = 0
@@ -108,7 +108,7 @@ class HeldLeaseClient:
         target_aware: bool = False,
     ) -> None:
         self.target_aware = target_aware
-        #: On SMs of its own a loop takes as long in one piece as in many, but for the host's time.
+        #: On its own SMs a loop takes as long in one piece as in many, except for the host's time.
         self.joins_pieces = not machine.host.awaited.p50_us
         self._machine = machine
         self._bound: BoundLaunch = p.bind(
@@ -223,7 +223,7 @@ class LeaseClient:
                 await p.launch(self._config, self._kernel, sum(some))
 
     async def close(self) -> None:
-        """Release what is held; here that is nothing."""
+        """Do nothing, because no lease is held between passes."""
 
 
 @dataclass

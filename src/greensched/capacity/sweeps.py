@@ -1,7 +1,7 @@
 """Sweeps: several parameters of a strategy are tried, and each run reports the best.
 
 The best is chosen afterwards, for each rate and seed, which no operator can do. So a swept strategy
-is compared at its most favourable.
+is compared at its best.
 """
 
 from __future__ import annotations

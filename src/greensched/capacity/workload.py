@@ -98,10 +98,11 @@ def _through(points: Sequence[tuple[int, float]], x: float) -> float:
 #: Seconds of a wave of thread blocks: after it, SMs are free for a kernel of higher priority. Waves
 #: of products take 45 us in torch's training on an H200, and 230 us in W2's (`benchmarks.model`).
 WAVE_S, WAVE_OF_PASS_S = 0.0001, 0.000045
-#: Kernels of a pass of a language model: eight in each of 32 layers. A segment stands for many, and
-#: a wave of it for a wave of each: so often has a kernel of higher priority to wait.
+#: Kernels of a pass of a language model: eight in each of 32 layers. A segment stands for many
+#: kernels, and a wave of it for one wave of each of them, after which a kernel of higher priority
+#: can start.
 KERNELS = 256
-#: A prompt and a batch whose segments have as many waves as take so long.
+#: The prompt and the batch from whose durations the number of waves is computed.
 USUAL_PROMPT, USUAL_BATCH = 1_024, 32
 
 
@@ -114,7 +115,7 @@ def waves(service: ServiceProfile) -> int:
 
 
 def saturation(traffic: Traffic, services: Mapping[str, ServiceProfile], devices: int) -> float:
-    """Return how many times faster the traffic may come before the devices cannot keep up.
+    """Return by what factor the traffic's rate could grow before the devices saturate.
 
     Computed as if one class at a time used all of each device, and decoding ran at its
     largest batch, which is the most that plain time sharing can do.
@@ -189,7 +190,8 @@ def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[st
     """
     built_in = SERVICES.get(given)
     if built_in is not None:
-        # A table of a class's own name, as `greensched measure` writes, goes before its kind's.
+        # A table with the name of the class, as `greensched measure` writes, has precedence over
+        # that of its curve.
         curves = {s.name: tables.get(s.name) or tables.get(s.curve.name, s.curve) for s in built_in}
         return {s.name: replace(s, curve=_of_role(s.role, curves[s.name])) for s in built_in}
     try:
@@ -227,11 +229,11 @@ def _service(
 
 
 def _of_role(role: str, curve: SpeedupCurve) -> SpeedupCurve:
-    """Return the curve with times by size only for steps: the others run in pieces of a pass."""
+    """Keep the times by size for decode steps only, because other roles run in pieces of a pass."""
     return curve if role == "decode" else replace(curve, by_size=())
 
 
-#: The fewest seconds of a piece of work, because no kernel is shorter.
+#: The least seconds of a piece of work, because no kernel is shorter.
 LEAST_SEGMENT = 1e-6
 #: Fields of a class, their types, and their allowed values.
 RULES: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[float], bool], str], ...] = (

@@ -36,7 +36,8 @@ MAIN = "\nSMs", "wait-\ning", "wait\np99", "use\np99", "SM\ntime"
 #: The most leases and events on the screen.
 MOST_LEASES, MOST_EVENTS = 5, 5
 OPEN = "open"
-#: A loop is slow whose tasks go on so late after their grant; as in the alert `GreenschedLoopSlow`.
+#: A loop is slow if its tasks resume this many seconds after their grant, as in the alert
+#: `GreenschedLoopSlow`.
 SLOW_S = 0.05
 
 

@@ -69,9 +69,10 @@ def _layout(parameters: tuple[Parameter, ...]) -> _Layout:
 def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
     """Return a function that sets all values in the usual case, and records the buffers' uses.
 
-    The usual case is numbers, and buffers that only the launch's stream has ever used. The stream's
-    device works (`Lease.check_ready`), and so do they. In other cases the function returns False
-    and has recorded nothing; then `fill` sets every value, or reports what is wrong.
+    The usual case is numbers, and buffers that only the launch's stream has ever used. The caller
+    has checked the stream's device (`Lease.check_ready`), which is also theirs. In other cases the
+    function returns False and has recorded nothing; then `fill` sets every value, or reports what
+    is wrong.
     """
     if len(pointers) == 2:
         return _packer_of_two(store, pointers, slots)
@@ -97,7 +98,7 @@ def _packer(store: Callable[..., None], pointers: _Pointers, slots: object) -> P
 
 
 def _packer_of_two(store: Callable[..., None], pointers: _Pointers, slots: object) -> Pack:
-    """Return the same for two pointers, without loops, which take a tenth of a launch.
+    """Return the same for two pointers, without loops: these would take a tenth of a launch.
 
     Most kernels have two pointers.
     """

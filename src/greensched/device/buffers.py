@@ -187,8 +187,8 @@ class Buffer(BaseBuffer):
         self.nbytes = math.prod(shape) * dtype.itemsize
         #: The quota that it counts against until it is returned.
         self.quota: MemoryQuota | None = None
-        #: The streams that write it, each with a ticket. There are several only after bound
-        #: launches have ended that no later work was ordered after yet.
+        #: The streams that write it, each with a ticket. There are several only if bound launches
+        #: have ended and no later work was ordered after them yet.
         self.writers: dict[TicketedStream, int] = {}
         self.readers: dict[TicketedStream, int] = {}
         #: Bound launches that use it, and whether they write it.

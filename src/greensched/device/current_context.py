@@ -250,7 +250,7 @@ class UserContextScope(ContextScope):
         Tasks that hold blocks of one context across awaits end them in any order. The first block
         to end must restore what the last block saw, so that the context stays current until all
         have ended. The report must name the task that held its own block, so the two swap their
-        watches.
+        `OpenScope`s.
         """
         last = UserContextScope.innermost(context)
         if last is not None and last._watch is not None and len(here.blocks) > 1:

@@ -1,4 +1,4 @@
-"""`Device`: its properties, its primary context, and methods that create all else on it."""
+"""`Device`: its properties, its primary context, and methods that create everything else."""
 
 from __future__ import annotations
 
@@ -93,7 +93,12 @@ class Device(Uncopyable):
 
     @property
     def primary(self) -> Context:
-        """The primary context, retained from the first call on, which may block."""
+        """The primary context, retained from the first call on, which may block.
+
+        Raises:
+            Closed: The device is closed.
+            CUDAError: The driver cannot create the context.
+        """
         with self._lock:
             if self._closed:
                 raise Closed(repr(self))

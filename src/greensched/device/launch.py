@@ -78,7 +78,11 @@ class LaunchConfig:
             raise InvalidLaunch("shmem_size", self.shmem_size, facts.max_shared_bytes)
 
     def check_threads(self, limit: int, whose: str = "the device") -> None:
-        """Check the threads of a block against the limit of a device or a kernel."""
+        """Check the threads of a block against the limit of a device or a kernel.
+
+        Raises:
+            InvalidLaunch: There are more threads.
+        """
         x, y, z = self.block3
         if x * y * z > limit:
             raise InvalidLaunch(
@@ -140,7 +144,7 @@ def check_limits(
     """Check by driver calls whether a loaded kernel can be launched with this geometry.
 
     Raises:
-        InvalidLaunch: The kernel may not have so many threads or so much shared memory.
+        InvalidLaunch: The kernel cannot have this many threads or this much shared memory.
     """
     limits = driver.kernel_limits(handle, facts.ordinal)
     config.check_threads(limits.max_threads_per_block, f"kernel {kernel.name!r}")

@@ -31,7 +31,8 @@ class SMResource:
     because it holds opaque bytes of the driver.
 
     Args:
-        cut: An object that all outputs of one split share. None: it is no output and can be split.
+        cut: An object that all outputs of one split share. None: this is not an output of a split,
+        and can be split.
         is_trial: Whether it came from a dry run, so that no context can be made of it.
     """
 
@@ -272,8 +273,8 @@ class ContextOptions:
     """The resources of a green context, for `Device.create_context`.
 
     Attributes:
-        resources: SMs (if several, outputs of one split), and at most one work-queue
-            configuration; alone it stands for every SM.
+        resources: SMs (if several, outputs of one split), and at most one work-queue configuration.
+            Without SMs the context has every SM.
     """
 
     resources: Sequence[SMResource | WorkqueueResource]

@@ -43,8 +43,8 @@ class SMResourceOptions:
         coscheduled_sm_count: The least number of co-scheduled SMs, for thread-block clusters.
             None: the device's own number (8 from compute capability 9.0 on, else 2). `count` is a
             multiple of it. 2 allows every even count, but large clusters do not fit.
-        preferred_coscheduled_sm_count: The preferred number, if possible (13.1).
-        backfill: Whether to add other SMs if co-scheduled ones do not suffice (13.1).
+        preferred_coscheduled_sm_count: The preferred number, if possible. Needs CUDA 13.1.
+        backfill: Whether to add other SMs if co-scheduled ones do not suffice. Needs CUDA 13.1.
     """
 
     count: int | Sequence[int | None] | None = None

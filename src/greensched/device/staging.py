@@ -107,7 +107,7 @@ class StagingPool:
     def peer_stream(self) -> Iterator[PeerStream]:
         """Lend a stream of this device for a copy from another device.
 
-        It is returned when its work is done, or never if the driver cannot tell.
+        It is returned when its work is done; never if a driver error leaves that unknown.
         """
         peer = self._take(self._peers, PeerStream)
         try:
@@ -239,7 +239,7 @@ class ChunkedCopier:
 
     @contextmanager
     def _lent(self) -> Iterator[DoubleBuffer]:
-        """Lend two chunks until the device no longer uses them; for ever if it cannot tell."""
+        """Lend two chunks until the device no longer uses them; for ever if that is unknown."""
         pair = self._staging.take()
         try:
             yield pair
@@ -253,7 +253,7 @@ class ChunkedCopier:
 def _by_twos(
     items: Iterable[T], begin: Callable[[int, T], Event], end: Callable[[int, T], object]
 ) -> None:
-    """Begin each item on the chunk that the last one did not use; end it once its event is done."""
+    """Alternate between the two chunks; end each item once the event of its chunk is done."""
     under_way: deque[tuple[Event, int, T]] = deque()
 
     def end_first() -> None:

@@ -23,7 +23,7 @@ from greensched.device.tickets import TicketedStream
 from greensched.driver.types import HostMemory
 from greensched.errors import InvalidArray
 
-#: Bytes of a slot, the most that a loop's thread copies. 64 KiB take some 6 us at 10 GB/s.
+#: Bytes of a slot, the most that a loop's thread copies. 64 KiB take about 6 us at 10 GB/s.
 SLOT = 64 << 10
 #: Slots of a device, for simultaneous small copies; further ones use `staging`.
 SLOTS = 64
@@ -135,7 +135,11 @@ def target_array(buffer: DeviceOperand, out: object) -> Array:
 
 
 def check_alike(array: Array, buffer: DeviceOperand, what: str) -> None:
-    """Check that an array has its buffer's shape and dtype."""
+    """Check that an array has its buffer's shape and dtype.
+
+    Raises:
+        InvalidArray: It has another shape or dtype.
+    """
     if array.shape != buffer.shape or array.dtype != buffer.dtype:
         raise InvalidArray(
             f"{what} is {array.dtype} {array.shape}, but the buffer is "

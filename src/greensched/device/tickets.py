@@ -111,14 +111,14 @@ class TicketedStream:
         #: The last ticket that was given up because work hangs, and the error for all up to it.
         self.given_up = 0
         self.hang: DeviceHung | None = None
-        #: Recent work of other streams that work here was ordered after.
+        #: Recent work of other streams, after which work of this stream was ordered.
         self.behind: deque[tuple[TicketedStream, int]] = deque(maxlen=8)
         self.owner: StreamOwner | None = None
         #: Threads that wait until a ticket is submitted.
         self.submit_waiters: list[tuple[int, Mailbox[None]]] = []
         #: Other libraries' memory that work here uses, as (last ticket, object).
         self.kept: deque[tuple[int, object]] = deque()
-        #: Failed references of simulated kernels, each with the ticket after its launch. Bounded,
+        #: Errors of simulated kernels' references, each with the ticket after its launch. Bounded,
         #: because entries of jobs that are never awaited stay.
         self.launch_errors: deque[tuple[int, Exception]] = deque(maxlen=64)
         stream.context.driver.report_reference_errors(stream.handle, self._launch_failed)
@@ -243,13 +243,13 @@ class TicketedStream:
                     self.kept.append(kept)
 
     def _launch_failed(self, error: Exception) -> None:
-        """Keep a failed reference for the job whose ticket is written next."""
+        """Keep the error of a kernel's reference for the job whose ticket is written next."""
         written = self.word[0]  # read before `issued`, so that it is never ahead of `issued`
         issued = self.issued
         self.launch_errors.append((issued - ((issued - written) & MASK) + 1, error))
 
     def take_launch_error(self, ticket: int) -> Exception | None:
-        """Return the failed reference that a reached ticket follows. Only once."""
+        """Return and forget the error of the reference that ran before a reached ticket."""
         for entry in tuple(self.launch_errors):
             if self._is_behind(ticket, entry[0]):
                 self.launch_errors.remove(entry)

@@ -293,8 +293,8 @@ class Driver(HostServices, abc.ABC):
     def describe(self, resources: Sequence[ResourceHandle]) -> DescriptorHandle:
         """Make a descriptor of several outputs of the same split. It is never freed.
 
-        It may contain at most one work-queue configuration (`Feature.WORKQUEUES`); alone this
-        stands for every SM.
+        It may contain at most one work-queue configuration (`Feature.WORKQUEUES`). Without SM
+        resources it stands for every SM.
         """
 
     @abc.abstractmethod
@@ -596,7 +596,7 @@ class Driver(HostServices, abc.ABC):
     @abc.abstractmethod
     @driver_call(FIRST_USE)
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
-        """Return the code's (offset, size) of each parameter; None if the driver cannot tell."""
+        """Return the code's (offset, size) of each parameter; None if that is unknown."""
 
     @abc.abstractmethod
     @driver_call(NEVER)

@@ -67,7 +67,7 @@ class KeptHandles:
         self._contexts[os.getpid(), device, key] = context
 
     def cells(self, device: int, like: ContextKey) -> list[int]:
-        """Return the cells of unused contexts whose key is `like`, except for its cells."""
+        """Return the cells of unused contexts whose key equals `like` in all but the cells."""
         fine, _, balanced = like
         return [
             cells

@@ -210,9 +210,10 @@ class BoundLaunch:
         self._slow_reasons.add(Reason.STREAM_SHARED)
 
     def move(self) -> None:
-        """Follow the lease to its executor. No earlier launch may still run.
+        """Use the lease's new executor. Earlier launches must have ended.
 
-        The next launch registers the buffers, and may find another library's array refused.
+        The next launch registers the buffers. It raises if another library's array is refused
+        there.
         """
         ticket = self._next_ticket()
         for buffer, _ in self._arguments.buffers.values():

@@ -24,7 +24,7 @@ def submit_call(
     lease: Lease, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Job[T]:
     """See `Partition.run`."""
-    # Recognise the usual case without a call: a plain function that is no coroutine function.
+    # Recognise the usual case without a call: a plain function that is not a coroutine function.
     if type(fn) is not FunctionType or fn.__dict__ or fn.__code__.co_flags & CO_COROUTINE:
         check_blocking(fn)
     stream, poller = lease.executor.call_stream, lease.poller

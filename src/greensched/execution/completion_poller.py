@@ -61,13 +61,14 @@ GIL_YIELD_S: Final = 50e-6
 
 #: The most tasks that one turn of the loop resumes if many wait for one job.
 RESUMED_AT_ONCE: Final = 500
-#: How many waiters a stream has, some 30 KiB, before cancelled ones are dropped.
+#: How many waiters a stream has, about 30 KiB, before cancelled ones are dropped.
 MAX_WAITERS: Final = 64
 
 Callback = Callable[[], object]
 Watchdog = Callable[["CompletionPoller"], float | None]
 
-#: A ticket, and a callback or a waiter; both for a callback that is also called on giving up.
+#: A ticket, and a callback or a waiter. A callback that is also called when the ticket is given up
+#: has both.
 _Entry = tuple[int, Callback | None, Waiter | None]
 #: The waiter of such a callback.
 _NO_WAITER: Final[Any] = object()
@@ -161,7 +162,7 @@ class PollPolicy:
         self._last_check = now
 
     def turn_began(self, now: float) -> None:
-        """Note the end of a poll, after which the loop does other things."""
+        """Note the end of a poll, after which the loop runs other callbacks."""
         self._turn_began = now
 
     def next(
@@ -174,7 +175,7 @@ class PollPolicy:
         threads_busy: bool,
         immediate: bool,
     ) -> Action:
-        """Decide what follows a poll.
+        """Decide what the poller does after a poll.
 
         Args:
             now: The time of the poll.
@@ -635,7 +636,7 @@ class PollerRegistry:
         return any(loop.is_closed for loop in tuple(self._pollers))
 
     def call_one(self, function: Callable[[CompletionPoller], object]) -> bool:
-        """Call a function soon on an open loop, with its poller; False if no loop is open."""
+        """Schedule a call on one open loop, with its poller; return False if no loop is open."""
         pollers = tuple(self._pollers.values())
         return any(one.loop.call_threadsafe(partial(function, one)) for one in pollers)
 

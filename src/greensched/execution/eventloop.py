@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol
 from greensched._asynclib import get_ident, running_asyncio, running_trio
 from greensched.errors import NoLoop
 
-#: A task that requests leases on behalf of another task, and that other task. Tasks that the first
-#: one starts request for themselves.
+#: A task that requests leases on behalf of another task, and that other task. Tasks that the former
+#: starts are not affected.
 holder_override: Final[ContextVar[tuple[object, object] | None]] = ContextVar(
     "greensched_holder", default=None
 )
@@ -52,7 +52,7 @@ class LoopAdapter(ABC):
         self._ident = get_ident()
 
     def is_current(self) -> bool:
-        """Whether this is the running loop's adapter, if that can be told without cost."""
+        """Whether this is the running loop's adapter, if that is known without cost."""
         return False
 
     @property

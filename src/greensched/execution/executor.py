@@ -90,7 +90,7 @@ class Executor:
         self.call_stream = words.create_stream(context)
         #: Captures all work of the green context, including work without tickets.
         self.context_event = context.create_event()
-        # Kept here, because they must outlive a context that is closed at once.
+        # Attributes, because they must outlive a context that is closed at once.
         self._first_chunk = context.create_event()
         self._second_chunk = context.create_event()
         chunk_events = self._first_chunk, self._second_chunk
@@ -210,7 +210,7 @@ class Executor:
     # -- deferred submissions ----------------------------------------------------------------------
 
     def submit_in_order(self, step: Callable[[], object]) -> None:
-        """Run a function on the submit thread, after everything deferred before."""
+        """Run a function on the submit thread, after all earlier deferred work."""
         self._submit_thread.post(lambda _: step())
 
     def submit_deferred(

@@ -243,7 +243,7 @@ class _CapturedGraph:
     def _end_capture(self) -> GraphHandle:
         stream = self.executor.call_stream.stream.handle
         if not self._driver.is_capturing(stream):
-            raise InvalidCapture("it ended the capture itself, which p.capture does: remove that")
+            raise InvalidCapture("it ended the capture itself: leave that to p.capture")
         try:
             return self._driver.end_capture(stream)
         except CUDAError as error:

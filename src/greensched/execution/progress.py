@@ -50,7 +50,7 @@ class ProgressReporter:
         self._error: Exception | None = None
 
     def advance(self, nbytes: int) -> None:
-        """Report that so many more bytes are done. From any thread.
+        """Report that more bytes are done. From any thread.
 
         Raises:
             Exception: An earlier call of the callback raised it.

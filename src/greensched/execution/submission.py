@@ -43,8 +43,8 @@ def find_dependencies(
     """Find the other streams that use the buffers.
 
     A call of the same partition that has not returned is not included: work submitted after a
-    `run` is ordered after it only once the run was awaited. Copies beside the launches have no
-    order other than this.
+    `run` is ordered after it only once the run was awaited. Copies beside the launches are ordered
+    only by buffers.
 
     Raises:
         InvalidRequest: One of the streams is capturing.

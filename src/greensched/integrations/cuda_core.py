@@ -5,7 +5,7 @@ Most of it works without this module:
 * a `cuda.core.Device` is accepted in place of an ordinal: `Device(core_device)`,
   `Pool(devices=[core_device])`;
 * a `cuda.core.Buffer` can be a kernel argument and one end of a copy, as bytes. It does not record
-  which streams write it, so call `p.stream.follow(core_stream)` first for a stream that does;
+  which streams write it, so first call `p.stream.follow(core_stream)` with each of these streams;
 * `Stream.follow` accepts a `cuda.core.Stream`; `core_device.create_stream(p)` makes one from a
   stream of greensched or a partition.
 

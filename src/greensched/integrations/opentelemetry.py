@@ -62,7 +62,7 @@ def instrument(
     Spans: `greensched.lease.acquire`, from a request to its grant, and `greensched.lease.use`, from
     there until the work is done, are children of the span that was current at the request; `launch
     KERNEL`, `call FUNCTION` and `copy ...`, of the one at the submission. A lease that gives way at
-    a checkpoint asks again there.
+    a checkpoint makes a new request there.
 
     Args:
         name: The attribute `greensched.pool.name`; no other open pool may have it.

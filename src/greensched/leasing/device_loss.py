@@ -33,7 +33,7 @@ class LosingHost(Protocol):
 
 
 def device_lost(host: LosingHost, error: BaseException) -> None:
-    """End everything because of a device fault. Repeated calls do nothing. From any thread.
+    """End the pool because of a device fault. Repeated calls do nothing. From any thread.
 
     Each later use of the pool raises `DeviceLost` with this cause; no further CUDA call is made.
     """

@@ -31,14 +31,14 @@ from greensched.leasing.executor_builder import ExecutorBuilder
 logger = logging.getLogger("greensched")
 
 #: The most executors made in advance, so that the first lease of any size waits for none. Each
-#: takes some 6 MiB and 1 ms on an H200. Split into groups of 8 SMs a device has 87 shapes. Split
+#: takes about 6 MiB and 1 ms on an H200. Split into groups of 8 SMs a device has 87 shapes. Split
 #: into groups of 2 it has 131 shapes at an end of the device, between which two leases that share
 #: it can move their border, and 26 more aligned blocks of 8 or more SMs, for three or more leases.
 #: A driver's capacity is not documented: making them stops without an error when the driver
 #: refuses.
 MAX_PREBUILT = 160
 #: With this many executors a device makes no more if requests can wait for one of them. Without a
-#: limit a service with leases of four sizes comes to 2,300 in 260,000 leases, some 13 GiB.
+#: limit a service with leases of four sizes comes to 2,300 in 260,000 leases, about 13 GiB.
 MAX_EXECUTORS = 256
 
 
@@ -223,7 +223,7 @@ class DevicePool:
         self._wake_submit_waiters()
 
     def close_use(self, closed_by: Callable[[], GreenschedError]) -> None:
-        """End the use of the device, as its pool was forked, or closed over unfinished work."""
+        """End the use of the device: its pool was forked, or closed while work was unfinished."""
         self.device.health.close(closed_by)
         self._wake_submit_waiters()
 

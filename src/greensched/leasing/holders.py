@@ -1,8 +1,8 @@
 """Warnings about lease holders that keep requests waiting, with the place of the lease.
 
 A lease of a range of sizes returns SMs only at its checkpoints. A holder that waits for work
-reaches no checkpoint, and queued requests would silently wait for ever. The same is true of
-a forgotten lease.
+reaches no checkpoint, so queued requests would wait for ever, without a message. The same is true
+of a forgotten lease.
 
 The place where a lease was taken is recorded with `Pool(hang_after=...)`, in Python's development
 mode, and for ranges of sizes. Recording takes longer than taking a cached lease.
@@ -21,8 +21,8 @@ from greensched.scheduling.requests import LONG_LEASE_S, Request
 
 logger = logging.getLogger("greensched")
 
-#: The warning comes once a request has waited, and the holder has reached no checkpoint, for so
-#: many seconds: far longer than a step of anything that shares a GPU. The warning about a lease
+#: The warning comes once a request has waited, and the holder has reached no checkpoint, for this
+#: many seconds: far longer than a step of any work that shares a GPU. The warning about a lease
 #: without checkpoints comes once the lease and the wait have lasted for `LONG_LEASE_S`.
 MOST_S = 1.0
 #: Modules that may be called between the code that takes a lease and this one.
@@ -62,7 +62,7 @@ class HolderWatch:
     def warnings(
         self, now: float, leases: Iterable[Lease], firsts: Callable[[], Iterable[Request]]
     ) -> list[str]:
-        """Return a warning for each holder without one since its last checkpoint; once a second.
+        """Return a warning for each holder not warned since its last checkpoint; once a second.
 
         `firsts` returns the first request of each of the queue's lines.
         """

@@ -123,7 +123,7 @@ class LatencyCurve:
         )
 
     def times(self, factor: float) -> ScaledCurve:
-        """Return the curve of `factor` repetitions of the work. Its durations teach this curve."""
+        """Return the curve of `factor` repetitions. Its durations also update this curve."""
         return ScaledCurve(self, factor)
 
     # -- learning --------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class LatencyCurve:
         """Learn a further duration. O(1), from any thread, for use while serving.
 
         Raises:
-            InvalidRequest: A value is not a size or not a duration; nothing is learnt.
+            InvalidRequest: A value is not a size or not a duration; nothing has changed.
         """
         if not (sms >= 1 and 0 <= seconds < math.inf):
             raise InvalidRequest(
@@ -213,7 +213,7 @@ class LatencyCurve:
 
 
 class ScaledCurve:
-    """The curve of `factor` repetitions of another curve's work. It teaches that curve."""
+    """The curve of `factor` repetitions of another curve's work. It updates that curve."""
 
     __slots__ = ("_curve", "_factor")
 

@@ -34,7 +34,7 @@ class LeaseCache:
         self._idle: dict[object, list[Lease]] = {}
         #: Whether the pool is open; otherwise no lease enters.
         self._is_open = False
-        #: The scheduler, which is told of each lease that enters or leaves.
+        #: The scheduler, which suspends and resumes the grant of each cached lease.
         self._scheduler: Scheduler
         self._time: Callable[[], float]
 

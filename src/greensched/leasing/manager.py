@@ -73,7 +73,7 @@ from greensched.scheduling.services import ServiceClass
 
 #: How often closed loops are looked for while requests are queued or made.
 TICK_S = 0.050
-#: The most requests that one turn of a loop refuses, waking their tasks: some 10 ms, however many
+#: The most requests that one turn of a loop refuses, waking their tasks: about 10 ms, however many
 #: wait.
 AT_ONCE = 500
 #: Read for each lease. A module's name is found faster than an enum's member.
@@ -238,6 +238,8 @@ class LeaseManager:
     async def claim(self, request: LeaseRequest, mask: int) -> Lease:
         """Lease exactly these cells of a request's device, regardless of the classes' rules.
 
+        Waits only while an executor over the cells is made; a cancellation stops only the waiting.
+
         Raises:
             WouldBlock: The cells are not free, or requests wait.
             PoolClosed, DeviceLost, ForkedPool: The pool grants nothing any more.
@@ -342,7 +344,7 @@ class LeaseManager:
     ) -> tuple[Lease, ...]:
         """Turn the grants of a request into leases of this loop."""
         grants, granted.grants = granted.grants, ()  # or request and grants would be a cycle
-        # On trio, asking is a checkpoint anyway, which costs more than a decision.
+        # On trio a request is always a checkpoint, which costs more than a decision.
         notes_place = self.cache.notes_places or self.watchdog.is_on
         may_cache = not poller.loop.always_yields and notes_place == self.cache.notes_places
         key = (request, get_ident()) if request.is_reused and may_cache else None
@@ -542,7 +544,7 @@ class LeaseManager:
     def statistics(self) -> PoolStatistics:
         """Return figures of what the pool holds and has done, all from one moment.
 
-        First takes over what closed loops held. Inside a decision it changes nothing.
+        First takes over the leases of closed loops, except inside a decision.
         """
         if not self.in_decision:
             self.take_over_closed_loops()
@@ -693,10 +695,10 @@ class LeaseManager:
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
 
     def _look_for_closed_loops(self, poller: CompletionPoller) -> None:
-        """Take over what closed loops left, at most once every `TICK_S`.
+        """Take over requests and leases of closed loops, at most once every `TICK_S`.
 
-        No tick looks for them while the queue is empty, and small or elastic requests may never
-        queue.
+        Ticks look for closed loops, too, but only while requests are queued, and a program's
+        requests may never be queued.
         """
         now = self._time()
         if now >= self._look_due:

@@ -38,7 +38,7 @@ class BuilderHost(Protocol):
 
 
 class MissingExecutors:
-    """Has each missing executor made, once.
+    """Has the builder thread make each missing executor once.
 
     Args:
         host: The manager.

@@ -208,7 +208,7 @@ class Partition(AsyncBlock):
     async def checkpoint(self, duration: Any = None, *, deadline: float | None = None) -> int:
         """Wait for all of the lease's work, allow a resize, and return the number of SMs.
 
-        A lease of a range of sizes, such as `sms=(8, 64)`, gives SMs above its least to queued
+        A lease of a range of sizes, such as `sms=(8, 64)`, gives SMs above its minimum to queued
         requests, or takes idle ones. It gives up all of its SMs, and the checkpoint waits for new
         ones, if a request of higher priority, or one that has aged, does not fit otherwise. Any
         other lease keeps its SMs; its checkpoints show that leases of its class could give them
@@ -487,7 +487,7 @@ class Partition(AsyncBlock):
         beside the launches; the launches need not be awaited. A returned buffer is complete, and is
         valid until two more have been requested; then it is closed, after its last use. All are
         closed when the iteration ends or is abandoned. At most three exist at a time: requesting a
-        buffer waits until work on the last but one is done.
+        buffer waits until work on the next to last one is done.
 
         Args:
             arrays: Iterated one ahead, on this loop's thread. An array must not change until its

@@ -22,7 +22,7 @@ class PoolStatistics(SchedulerStatistics):
         sms_leased, sms_draining: How many of the `sms_total` SMs are leased or draining.
         sms_free: The SMs that one request can get now, summed over the devices. This excludes
             free SMs that do not fit into one partition with others.
-        executors: How many green contexts exist for leases, some 6 MiB each. With 256 of them, a
+        executors: How many green contexts exist for leases, about 6 MiB each. With 256 of them, a
             device makes another one only for a request that could wait for one without end.
         values_made: How many values of `p.local` and executable graphs of `p.capture` leases
             made. Values that `prepare_local` made before traffic do not count.

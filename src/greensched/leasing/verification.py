@@ -40,10 +40,13 @@ async def verify(
     partitions: Callable[..., AbstractAsyncContextManager[tuple[Partition, ...]]],
     cells: Mapping[int, DeviceCells],
 ) -> Verification:
-    """Run the proof on each device: with its smallest partitions, and with one beside the rest.
+    """Prove on each device that partitions share no SM. See `Pool.verify`.
+
+    Each device is tested when split into its smallest partitions, and into one such partition and
+    the rest.
 
     Args:
-        partitions: `Pool.partitions`. The proof waits for every SM of a device at once.
+        partitions: `Pool.partitions`, which waits here for every SM of a device.
         cells: The split of each device, by ordinal.
 
     Raises:

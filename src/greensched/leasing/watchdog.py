@@ -100,7 +100,7 @@ class _Turn:
     #: The limit of its class; before it is asked for, the shortest of the pool.
     limit: float
     hangs: bool = False
-    #: What hangs on another stream, and is ahead of it.
+    #: The hanging work of another stream that this stream waits for.
     ahead: tuple[TicketedStream, int] | None = None
 
 
@@ -284,7 +284,7 @@ class Watchdog:
         """Describe the device's other executors that have work, longest without progress first.
 
         Streams share the hardware queues of a device, and work behind a hung kernel in its queue
-        waits. The driver does not tell which streams share a queue.
+        waits. The driver does not report which streams share a queue.
         """
         ages: dict[Executor, float] = {}
         for stream, turn in self._turns.items():

@@ -91,7 +91,15 @@ def text(
     end: float,
     origin: float = 0.0,
 ) -> list[str]:
-    """Return the map as text: a row for each range of SMs; time runs right from `origin`."""
+    """Return the map as text: a row for each range of SMs; time runs to the right.
+
+    Args:
+        spans: The spans.
+        devices: The devices of the spans.
+        start: The time of the first column, in seconds.
+        end: The time of the last column, in seconds.
+        origin: The time that the scale shows as 0, in seconds.
+    """
     found = rectangles(spans, devices)
     if not found:
         return []

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("greensched")
 
-#: The most records that wait for the thread: some 20 MiB.
+#: The most records that wait for the thread: about 20 MiB.
 MOST_PENDING = 65_536
 #: How many records the thread encodes before it writes them.
 BATCH = 512

@@ -216,7 +216,7 @@ class SMAllocator:
     def _find_one(
         self, state: ClassState, device: int, size: SizeRange, most: int, left: int
     ) -> tuple[int, ...]:
-        """Fit one part into at most so many cells and SMs."""
+        """Fit one part into at most this many cells and SMs."""
         cells, free = self.devices[device], self.free_masks[device]
         visible = self.visible(state, device, most)
         mask = self._fit(state, device, visible, size, free, most)
@@ -265,7 +265,7 @@ class SMAllocator:
         return self.reservations[device].homes.get(state, {})
 
     def visible(self, state: ClassState, device: int, count: int) -> int:
-        """Return so many free cells, and the remainder. Other classes' reserves come last."""
+        """Return this many free cells, and the remainder. Other classes' reserves come last."""
         return self._visible_of(self.free_masks[device], state, device, count)
 
     def _visible_of(self, free: int, state: ClassState, device: int, count: int) -> int:
@@ -304,7 +304,7 @@ class SMAllocator:
         if is_single and 0 < part.least <= cells.cell_count(reachable) * cells.size:
             return True
         masks = cells.fit_all(reachable, request.parts)
-        # Elastic parts take what there is, so only their least sizes must be possible.
+        # Elastic parts take what is free, so only their minimum sizes must be possible.
         least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
         masks = masks and cells.fit_all(reachable, least)
         return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
@@ -359,7 +359,7 @@ class SMAllocator:
         cells, most, state = self.devices[device], request.parts[0].most, request.class_state
         if not self.is_limited:
             return min(most, cells.total)
-        # SMs beyond its least are given back before its end.
+        # SMs above its minimum are given back before its end.
         length = 0.0 if request.duration is None else self._known_length(request, device)
         count = self._reachable_cells(request, device, length)
         most = min(most, count * cells.size + cells.remainder)
@@ -400,7 +400,7 @@ class SMAllocator:
             self.resize(grant, mask, now)
             if self.is_classed or request.duration is not None:
                 self._charge(grant, now)
-            # As `granted` counts; waits of 0 are the difference between `granted` and the rest.
+            # Counted like `granted`: waits of 0 are those of `granted` that are not counted here.
             if self.is_timed and now > request.arrived and (self.is_classed or not grants):
                 request.class_state.wait.add(now - request.arrived)
             self.grants[device][grant] = None
@@ -450,7 +450,7 @@ class SMAllocator:
             all_cells, is_elastic = cells.cell_mask, grant.request.is_elastic
             before, after = (held & all_cells).bit_count(), (wanted & all_cells).bit_count()
             if after > before:
-                kept = after  # an elastic grant keeps only its least to its end
+                kept = after  # an elastic grant keeps only its minimum to its end
                 if held:  # it does not need the cells that it takes up at a checkpoint
                     kept = 0
                 elif is_elastic and not was_shared:
@@ -541,7 +541,7 @@ class SMAllocator:
         if count < held or most <= grant.sms or (count == held and not cells.joins):
             return _Choices((), 0, 0, grant.sms, grant.sms)
         sets = (grant.mask | self.visible(state, device, count - held),)
-        # A remainder that contains its least is kept, unless other cells may be kept as long.
+        # A remainder that contains its minimum is kept, unless other cells may be kept as long.
         base = grant.mask & cells.remainder_mask
         if held + room[0] >= cells.cells_for(least):
             base = 0
@@ -633,7 +633,7 @@ class SMAllocator:
     def resume(self, grant: Grant, now: float) -> None:
         """Account for the start of a lease on a suspended grant. Needed if there are classes."""
         if self.is_limited:
-            grant.class_state.heal(now)
+            grant.class_state.forget_overruns(now)
         grant.request.arrived = now
         grant.is_settled = False
         grant.charged = grant.used = 0.0
@@ -665,8 +665,8 @@ class SMAllocator:
     def free_at(self, device: int, request: Request, now: float) -> float:
         """Return when a request will fit on a device if nothing else is granted there.
 
-        This is as far as is known: a lease of unknown duration, or one that exceeds its known
-        duration, may end at any moment.
+        A lease of unknown duration, or one that exceeds its known duration, counts as if it could
+        end at any moment.
         """
         at, freed = now, dict[Grant, int]()
         if self.shared_grants[device] and not request.class_state.shared:
@@ -715,7 +715,7 @@ class _Choices(NamedTuple):
     base: int = 0
 
     def allow(self, device: DeviceCells, mask: int, least: int) -> bool:
-        """Say whether a grant that needs at least so many SMs may have a set of cells."""
+        """Say whether a grant that needs at least this many SMs may have a set of cells."""
         if not mask or mask & ~self.reachable or self.base & ~mask:
             return False
         if device.cell_count(mask) > self.cells:

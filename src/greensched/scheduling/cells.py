@@ -1,4 +1,4 @@
-"""Arithmetic of sets of SMs: which cells are granted for how many SMs.
+"""Arithmetic of sets of SMs: how many and which cells a number of SMs takes.
 
 A *cell* is the smallest group of SMs into which a device is split. All cells of a device come from
 one split, so they are disjoint. A set of cells is a bit mask. Bit `i < count` is a cell of `size`
@@ -94,7 +94,7 @@ class DeviceCells:
     full_mask: int = field(init=False, compare=False, repr=False)
     #: The number of all SMs.
     total: int = field(init=False, compare=False, repr=False)
-    #: By number of cells: where aligned blocks of so many cells begin.
+    #: By number of cells: where aligned blocks of that many cells begin.
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class DeviceCells:
         return (mask & self.cell_mask).bit_count()
 
     def cells_for(self, sms: int) -> int:
-        """Return how many cells are needed for so many SMs."""
+        """Return how many cells are needed for this many SMs."""
         return -(-sms // self.size)
 
     def shared_mask(self, number: int) -> int:
@@ -132,7 +132,7 @@ class DeviceCells:
         return self.joins
 
     def largest(self, most: int) -> int:
-        """Return the SMs of the largest partition with at most so many, or 0."""
+        """Return the SMs of the largest partition with at most this many, or 0."""
         if most >= self.total:
             return self.total
         more = (most - self.remainder) // self.size if self.joins else 0
@@ -150,11 +150,11 @@ class DeviceCells:
         """Return the sets for which executors are worth making in advance.
 
         These are single cells, aligned blocks, and their complements, which `pool.partitions(n,
-        REST)` needs. A block is aligned to the power of two at or above its number of cells, like
-        buddies, so that free cells stay in large blocks. Powers of two come first, then the other
-        numbers of cells. If these are too many, blocks that begin at the first cell come next,
-        because two leases that share a device move the border between them. Last are the large
-        aligned blocks: with these most leases get what they need, if not to the exact cell.
+        REST)` needs. A block is aligned to the power of two at or above its number of cells, as in
+        a buddy allocator, so that free cells stay in large blocks. Powers of two come first, then
+        the other numbers of cells. If these are too many, blocks that begin at the first cell come
+        next, because two leases that share a device move the border between them. Last are the
+        large aligned blocks: with these most leases get at least what they need.
         """
         powers = [1 << power for power in range(self.count.bit_length())]
         pairs = [
@@ -214,7 +214,7 @@ class DeviceCells:
         rest = next((i for i, part in enumerate(parts) if part.named is REST), None)
         if rest is not None and free != self.full_mask:
             return ()
-        # Place each part's least first, so that no elastic part takes what a later part needs.
+        # Place each part's minimum first, so that no elastic part takes what a later part needs.
         needs = {i: -(-part.least // self.size) for i, part in enumerate(parts) if i != rest}
         masks = [0] * len(parts)
         left = free
@@ -297,12 +297,12 @@ class DeviceCells:
             yield masks[i]
 
     def choose(self, free: int, cells: int, ready: ReadyMasks) -> int:
-        """Return so many of the free cells: a set with an executor, a block, or the lowest ones."""
+        """Choose this many free cells: a set with an executor, a block, or the lowest ones."""
         for mask in ready.get(cells, ()):
             if mask & ~free == 0:
                 return mask
         # Find the first free set of `blocks` by shifting.
-        runs, length = free, 1  # where runs of so many free cells begin
+        runs, length = free, 1  # where runs of this many free cells begin
         while length < cells:
             step = cells - length if cells < 2 * length else length
             runs &= runs >> step
@@ -314,12 +314,12 @@ class DeviceCells:
 
 
 def alignment(cells: int) -> int:
-    """Return the alignment of a block of so many cells."""
+    """Return the alignment of a block of this many cells."""
     return 1 << (cells - 1).bit_length() if cells > 1 else 1
 
 
 def lowest(mask: int, count: int) -> int:
-    """Return so many of the lowest cells of a set, or the whole set if it is smaller."""
+    """Return this many of the lowest cells of a set, or the whole set if it is smaller."""
     chosen = 0
     while count > 0 and mask:
         cell = mask & -mask

@@ -72,7 +72,7 @@ class Checkpoints:
         return granted
 
     def ask_again(self, now: float, grant: Grant) -> list[Request]:
-        """Queue the request of a grant that has ended again; see `Scheduler.ask_again`."""
+        """Queue the request of an ended grant again; see `Scheduler.ask_again`."""
         request = grant.request
         self._queue_again(request, now)
         request.holder = grant.holder
@@ -109,7 +109,7 @@ class Checkpoints:
         self._dispatcher.need(grant.device, missing)
 
     def _gives_back(self, grant: Grant) -> bool:
-        """Say whether an elastic grant gives back what exceeds its least."""
+        """Say whether an elastic grant gives back SMs above its minimum."""
         is_above = self._queue.policy.size is not None and grant.sms > grant.request.target[0].most
         return bool(
             self._queue.waiting

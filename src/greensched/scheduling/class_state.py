@@ -13,9 +13,9 @@ from greensched.typing import NamedSize
 #: The weight of the newest sample in a smoothed value; about the last ten samples count.
 SMOOTHING: Final = 0.1
 
-#: Of so many requests of a class that would be late, the last one is admitted, to test the class's
-#: durations. The number then doubles each time, up to the maximum, until a lease takes less
-#: than `SHORTER` of its expected duration.
+#: After `PROBE_AFTER` requests of a class that would be late, one is admitted, to test the class's
+#: durations. The number then doubles each time, up to `PROBE_MOST`, until a lease takes less than
+#: `SHORTER` of its expected duration.
 PROBE_AFTER, PROBE_MOST = 8, 1024
 SHORTER = 0.8
 #: The assumed seconds of a lease while nothing is known: about one job, as in `Fifo`.
@@ -65,7 +65,7 @@ class ClassState:
         #: The duration of its leases as a fraction of what was expected, at most 1.
         self.duration_ratio = 1.0
         self._refusals, self._probe_after = 0, PROBE_AFTER
-        self._healed = 0.0
+        self._overruns_since = 0.0
         #: The SM-seconds left of its quota, and when they were last computed.
         self.tokens, self.refilled = math.inf, 0.0
         #: Whether latencies come from `Pool.observe`; otherwise those of its leases count.
@@ -109,7 +109,7 @@ class ClassState:
 
     # -- what is measured --------------------------------------------------------------------------
 
-    # The longest values rise at once and fall slowly, because promises depend on them.
+    # The longest values rise at once and fall slowly, because waits are promised by them.
 
     def record_interval(self, seconds: float) -> None:
         """Record the time between two checkpoints."""
@@ -147,10 +147,10 @@ class ClassState:
         self._refusals, self._probe_after = 0, min(PROBE_MOST, 2 * self._probe_after)
         return True
 
-    def heal(self, now: float) -> None:
+    def forget_overruns(self, now: float) -> None:
         """Forget part of its overruns, according to the time that has passed."""
-        kept = 0.5 ** max(0.0, (now - self._healed) / HALF_LIFE)
-        self._healed = now
+        kept = 0.5 ** max(0.0, (now - self._overruns_since) / HALF_LIFE)
+        self._overruns_since = now
         self.overrun_factor = 1.0 + kept * (self.overrun_factor - 1.0)
         declared = self.rules.checkpoint_interval
         if declared is not None:
@@ -160,7 +160,7 @@ class ClassState:
             self.longest_duration -= (1.0 - kept) * over
 
     def record_latency(self, latency: float, number: int) -> None:
-        """Record that so many requests had this latency."""
+        """Record that `number` requests had this latency."""
         if self.latency is not None:
             self.margin.record(number, is_late=latency > self.latency)
 

@@ -1,7 +1,7 @@
 """Queued work by its due time, and whether more work fits without making the rest late.
 
-By each moment, the work due by then must fit, according to what packs on the devices. This is
-necessary but not sufficient.
+At each moment, the work due by then must fit on the devices (`Packing`). This is necessary but not
+sufficient.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ BUCKET = 0.001
 BUCKETS = 1024
 
 
-#: The measures of what packs, besides the fraction of cells: how many requests of more than a half,
-#: a third, a quarter ... of a device fit. Below a sixth the fraction of cells is precise enough.
+#: The measures besides the fraction of cells: how many requests of more than a half, a third, a
+#: quarter ... of a device fit. Below a sixth the fraction of cells is precise enough.
 MEASURES = (1, 2, 3, 4, 5)
 
 
 class Packing:
-    """What packs on the devices, by several measures.
+    """How much work the devices can do at once, by several measures.
 
-    By each measure, requests that fit on a device together count as at most one. So work that
-    exceeds the devices by any measure cannot be done. For example, only two requests of 48 SMs fit
-    on 132, so each counts as a half (dual feasible functions; Fekete and Schepers, Mathematical
-    Programming 2001).
+    A measure gives each request a fraction of a device, such that requests that fit on a device
+    together add up to at most 1. So work that exceeds the devices by any measure cannot be done.
+    For example, only two requests of 48 SMs fit on 132, so each counts as a half (dual feasible
+    functions; Fekete and Schepers, Mathematical Programming 2001).
 
     Args:
         devices: The cells of each device. Requests are measured on the largest device.
@@ -42,7 +42,7 @@ class Packing:
         self.devices = len(devices)
 
     def shares(self, sms: int) -> list[float]:
-        """Return the fraction of a device that so many SMs take, by each measure."""
+        """Return the fraction of a device that this many SMs take, by each measure."""
         cells, units = min(self._cells.cells_for(sms), self._units), self._units
         found = [cells / units]
         for k in MEASURES:
@@ -51,7 +51,7 @@ class Packing:
         return found
 
     def work(self, pieces: Iterable[tuple[int, float]]) -> list[float]:
-        """Return the seconds of a device that pieces take together, by each measure.
+        """Return the device-seconds that pieces take together, by each measure.
 
         Args:
             pieces: The SMs and seconds of each piece.
@@ -64,7 +64,7 @@ class Packing:
 
 
 class PackedWork:
-    """Queued work by its due time and by each measure of what packs.
+    """Queued work by its due time and by each measure of `Packing`.
 
     Args:
         packing: The measures.

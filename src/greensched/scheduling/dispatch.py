@@ -199,7 +199,7 @@ class Dispatcher:
         first, device = reservation
         if request is first or device not in request.devices:
             return None
-        # Each would wait for the other where its own holder has grants there.
+        # Where its own holder has grants, the two requests would wait for each other.
         return None if device in request.held_devices else reservation
 
     def _seconds_kept(self, request: Request, first: Request) -> float:
@@ -238,7 +238,7 @@ class Dispatcher:
         return False
 
     def may_change(self) -> bool:
-        """Return whether what waits may be granted for another reason than freed cells.
+        """Say whether queued requests may be granted for a reason other than freed cells.
 
         A policy that sizes, and what may pass a kept device or a first request, look at other
         leases and requests.
@@ -330,7 +330,8 @@ class Dispatcher:
                     is_first = self._blocked(request, now, is_first=is_first)
             else:
                 most = self._take(request, granted)
-                # What others should have, or when the first could begin, depends on this grant.
+                # This grant may change what others should have, or when the first request could
+                # begin.
                 self._again |= is_refused and self.may_change()
                 if is_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out may fit now
@@ -517,7 +518,7 @@ class Dispatcher:
         return request if is_higher or not self.policy.may_overtake(request, now) else None
 
     def is_wanted(self, grant: Grant) -> bool:
-        """Return whether what is free on the device of an elastic lease is for others."""
+        """Say whether free cells on the device of an elastic lease are for others."""
         reservation = self.queue.reservation
         if reservation is not None:
             return reservation.device == grant.device
@@ -525,7 +526,7 @@ class Dispatcher:
         return first is not None and not _is_own(first, grant)
 
     def _waiting_for(self, device: int) -> Request | None:
-        """Return the request that a device is kept for, or else the first one that may have it."""
+        """Return the request for which a device is kept, or else the first that may use it."""
         queue = self.queue
         if queue.reservation is not None:
             request = queue.reservation.request if queue.reservation.device == device else None
@@ -538,7 +539,8 @@ class Dispatcher:
     def keeps_at_checkpoint(self, request: Request, grant: Grant, now: float) -> int | None:
         """Return the SMs that an elastic lease keeps for a request that precedes it.
 
-        None: as its policy says. 0: it gives way, and the device is kept for the request.
+        None: the number that its policy says. 0: it gives way, and the device is kept for the
+        request.
         """
         is_aged = not self.policy.may_overtake(request, now)
         keeps = kept_at_checkpoint(self.allocator, request, grant, now, is_aged=is_aged)

@@ -3,11 +3,11 @@
 Each grant has a start tag: virtual time, or the finish tag of its class's previous grant if that is
 later. Its finish tag is the start tag plus its SM-seconds divided by the weight of the class. The
 class with the smallest start tag is next. Virtual time is the start tag of the last grant. A class
-that begins to wait starts there, so an idle class saves nothing up. (Goyal, Vin and Cheng, SIGCOMM
-1996.)
+that begins to wait starts at the virtual time, so an idle class saves nothing up. (Goyal, Vin and
+Cheng, SIGCOMM 1996.)
 
-The duration of a lease is unknown when it is granted. So its class is first charged
-the expected SM-seconds, and at the end of the lease the charge is corrected to the actual ones.
+The duration of a lease is unknown when it is granted. So its class is first charged the expected
+SM-seconds, and at the end of the lease the charge is corrected to the used SM-seconds.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ def kept_at_checkpoint(
     """Return the SMs that an elastic lease keeps at its checkpoint for a request; 0 for none.
 
     None means what its policy says, which leaves enough for the request. Leases are first reduced
-    to their least, which their policy says they need, then to nothing. The order is: leases of no
-    higher priority than the request, lowest class and longest lease first; then, for an aged
-    request, those of higher priority, of which one that is known to end keeps its least. As many
-    give way as are needed, and none gives up its least in vain. But a request of a higher class
+    to their minimum, then to nothing. The order is: leases of the request's priority or lower,
+    lowest class and longest lease first; then, for an aged request, leases of higher priority,
+    which keep their minimum if their end is known. Only as many leases give way as are needed, and
+    none gives up its minimum if the request would still not fit. But a request of a higher class
     gets what this lease gives up if that suffices now: it does not wait for a lower class's
     checkpoint.
 
@@ -56,7 +56,7 @@ def kept_at_checkpoint(
 
 
 class _Left:
-    """The cells of a device that leases would leave for a request."""
+    """The cells of a device that would be free for a request."""
 
     def __init__(self, allocator: SMAllocator, request: Request, device: int) -> None:
         self._allocator, self._request, self._device = allocator, request, device
@@ -72,7 +72,7 @@ class _Left:
                 self.keep(grant, grant.request.target[0].least)
 
     def keep(self, grant: Grant, sms: int) -> None:
-        """Let an elastic lease keep so many of its SMs, or none (0)."""
+        """Let an elastic lease keep this many of its SMs, or none (0)."""
         self._left[grant] = self._given(grant, sms)
 
     def _given(self, grant: Grant, sms: int) -> int:

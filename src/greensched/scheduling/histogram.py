@@ -11,9 +11,9 @@ from typing import Final
 SLOTS: Final = 64
 #: Added to each duration, because 0 has no exponent: a nanosecond, shorter than any lease.
 TINY: Final = 1e-9
-#: The exponents of the bounds that are told: from 7.6 us to 16 s.
+#: The exponents of the reported bounds: from 7.6 us to 16 s.
 EXPONENTS: Final = range(-17, 5)
-#: The first of these bounds: durations below it need not be told apart.
+#: The first of these bounds: durations below it need not be distinguished.
 SHORTEST: Final = 2.0**EXPONENTS.start
 
 
@@ -27,12 +27,12 @@ class Histogram:
         self.seconds = 0.0
 
     def add(self, seconds: float, number: int = 1) -> None:
-        """Count a duration so many times."""
+        """Count a duration `number` times."""
         self.counts[frexp(seconds + TINY)[1]] += number
         self.seconds += number * seconds
 
     def add_shortest(self, number: int, seconds: float) -> None:
-        """Count so many durations below `SHORTEST`, of so many seconds together."""
+        """Count durations below `SHORTEST`: their number, and the sum of their seconds."""
         self.counts[EXPONENTS.start] += number
         self.seconds += seconds
 
@@ -58,7 +58,7 @@ class Durations:
 
 
 def durations(histogram: Histogram, zeros: int = 0) -> Durations:
-    """Return a histogram at this moment, with so many further durations of 0."""
+    """Return a histogram at this moment, with further durations of 0."""
     counts, below, buckets = histogram.counts, zeros, []
     below += sum(counts[SLOTS // 2 : EXPONENTS.start])
     for exponent in EXPONENTS:

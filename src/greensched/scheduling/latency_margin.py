@@ -1,4 +1,4 @@
-"""What fraction of a latency target a plan may use, learned from how many requests were late."""
+"""What fraction of a latency target the scheduler may plan with, learned from late requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SAFE = MOST / 2
 #: The smallest fraction, however many requests were late.
 LEAST = 0.2
 #: The fewest latencies that can distinguish 1 in 100 late, which is allowed, from 1 in 200. After
-#: so many, the fraction rises if less than three fifths of the allowed number were late, faster
-#: until it first falls. It falls as soon as more than four fifths were.
+#: this many latencies, the fraction rises if less than three fifths of the allowed number were
+#: late, faster until it first falls. It falls as soon as more than four fifths were.
 LOOK = 1000
 MANY, FEW = 0.008, 0.006
 FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
@@ -34,7 +34,7 @@ class LatencyMargin:
         return min(MOST, self.fraction * MOST / SAFE)
 
     def record(self, number: int, *, is_late: bool) -> None:
-        """Record that so many requests were in time, or late."""
+        """Record that `number` requests were in time, or late."""
         self._seen += number
         self._late += number if is_late else 0
         if self._late > MANY * max(LOOK, self._seen):

@@ -2,7 +2,8 @@
 
 A request of known duration with a deadline is admitted if its predicted end is not later. If the
 policy serves the earliest deadline first, every admitted request of its priority that is due later
-must also stay in time. The prediction is a lower bound, from what precedes the request and packs.
+must also stay in time. The prediction is a lower bound, from the work that precedes the request
+(`Packing`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Lateness:
             DeadlineImpossible: The request is refused.
         """
         sms = line.asked
-        if request.is_elastic:  # it may get more than its least
+        if request.is_elastic:  # it may get more than its minimum
             sms = min(request.parts[0].most, self._allocator.most_ever(request))
         seconds = request.seconds(sms)
         if request.due is None or seconds is None:
@@ -95,7 +96,7 @@ class Lateness:
     def _handle(self, request: Request, done: float) -> None:
         """Refuse a late request, or put it after all others, as its class says.
 
-        Now and then a late request is admitted, to test the durations of the class.
+        Sometimes a late request is admitted, to test the durations of the class.
         """
         assert request.due is not None
         if request.class_state.rules.on_late == "refuse":

@@ -49,10 +49,11 @@ class RequestView(Protocol):
 
     @property
     def allowed(self) -> float | None:
-        """Seconds that it may take once granted. None: no latency, or no known duration.
+        """The seconds it may take once granted. None: no latency, or no known duration.
 
-        This is a fraction of the time left of its class's latency, or of the deadline that the last
-        checkpoint of its lease gave. With this fraction the class was recently in time.
+        This is a fraction of the time that is left until its class's latency, or until the deadline
+        given at its lease's last checkpoint. The fraction is one with which the class was recently
+        in time.
         """
 
     def seconds(self, sms: int) -> float | None:
@@ -64,10 +65,11 @@ class SizingView:
     """A device as a policy sees it, for a lease of variable size.
 
     Attributes:
-        sizes: The SMs that it can have there, from its least to the most that it may have now.
+        sizes: The SMs that it can have there, from its minimum to the most that it may have now.
         left: The SMs that classes of higher priority neither have nor want.
-        beside: The SMs left for it once every other elastic lease has reached a checkpoint. One of
-            a lower class then keeps its least, any other the size that this policy gives it.
+        beside: The SMs left for it once every other elastic lease has reached a checkpoint. A lease
+            of a lower class then keeps its minimum, any other lease the size that this policy gives
+            it.
         is_alone: Whether no other request or lease has or wants SMs there.
     """
 
@@ -148,10 +150,11 @@ class Policy(Protocol):
 
         def size(self, request: RequestView, view: SizingView) -> tuple[int, int]
 
-    The least and the most SMs that an elastic request should have now. Called whenever the request
-    is tried, and at each checkpoint of its lease. It is not granted less than the least, except
-    from its own reserve, and it gives back what exceeds the most. Without this method the request's
-    own sizes apply, and a lease at a checkpoint gives back SMs above its least while others wait.
+    The minimum and maximum of SMs that an elastic request should have now. Called whenever the
+    request is tried, and at each checkpoint of its lease. It is not granted less than that minimum,
+    except from its own reserve, and gives back SMs above that maximum. Without this method the
+    request's own sizes apply, and a lease at a checkpoint gives back SMs above its minimum while
+    others wait.
     """
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
@@ -195,7 +198,7 @@ class Fifo:
 class Fair(Fifo):
     """Shares of SM-time by weight among classes of the same priority. Larger priority first.
 
-    Start-time fair queueing (`fair_queueing`). Within a class, first in, first out. Ageing as
+    Start-time fair queueing (`fair_queueing`). Within a class, first in, first out. Ageing as in
     `Fifo`.
     """
 
@@ -218,9 +221,10 @@ class Deadline(Fifo):
 
 
 class Sized(Fifo):
-    """The right size: a request with a latency gets the fewest SMs that meet it, others the rest.
+    """Size by latency: a request with a latency gets the fewest SMs that meet it, others the rest.
 
-    For elastic requests; one that is alone gets all it requests. Order and ageing as `Fifo`.
+    For elastic requests; a request that is alone gets all it requests. Order and ageing as in
+    `Fifo`.
     """
 
     def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:

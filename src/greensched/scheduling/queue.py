@@ -45,7 +45,7 @@ class RequestQueue:
         self.busy_since = 0.0
         self.lines: dict[tuple[object, ...], RequestLine] = {}
         self.reservation: Reservation | None = None
-        #: The measures of what packs on the devices.
+        #: Measures work against what fits on the devices.
         self.packing = Packing(devices)
         #: The work by due time for each priority, if the policy uses it, and the bucket of each
         #: request in it.
@@ -136,7 +136,7 @@ class RequestQueue:
     def work_before(self, priority: float, *, is_equal: bool) -> list[float]:
         """Return the queued work of higher priority and, with `is_equal`, of equal priority.
 
-        It is in seconds of a device, by each measure of what packs.
+        It is in device-seconds, by each measure of `Packing`.
         """
         return self.packing.work(
             (sms, seconds)
@@ -148,8 +148,8 @@ class RequestQueue:
         """Remove a request whose state has already changed.
 
         Returns:
-            Whether no request of a class with free reserved cells waits any more, so that these can
-            be lent.
+            Whether this was the last waiting request of a class with free reserved cells, so that
+            these can be lent.
         """
         state = request.class_state
         if request.line.discard(request):

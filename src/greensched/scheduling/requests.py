@@ -42,7 +42,7 @@ class DurationCurve(Protocol):
 
 #: The expected duration of a request: seconds, or a curve with the seconds for each size.
 Duration = float | DurationCurve
-#: A lease that has lasted for so many seconds may never end. Source: the time after which
+#: A lease that has lasted for this many seconds may never end. Source: the time after which
 #: psycopg_pool and HikariCP give up a request by default.
 LONG_LEASE_S: Final = 30.0
 NO_LOANS: Final[Mapping[ClassState, int]] = {}
@@ -99,19 +99,19 @@ class Grant:
         self.is_shared = False
         #: Whether no shared grant may be on its device.
         self.is_exclusive = not request.class_state.shared
-        #: Whether it is elastic, its class has a reserve here, and it has less than it may have, so
-        #: that the class wants its loans back.
+        #: Whether it is elastic with less than it may have, and its class has a reserve here. Then
+        #: the class wants its loans back.
         self.is_short = False
         #: Borrowed cells, by the class from whose reserve they come.
         self.loans = NO_LOANS
         #: When it is expected to end. None: unknown.
         self.ends: float | None = None
-        #: Whether that is by its own duration, rather than by the mean of its class.
+        #: Whether `ends` comes from its own duration, rather than from the mean of its class.
         self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
-        #: When its lease ended before its work, and the seconds of earlier leases on it; where
-        #: leases are timed.
+        #: If leases are timed: when its lease ended before its work, and the seconds of earlier
+        #: leases on it.
         self.released = self.reused_s = 0.0
         #: How many earlier leases were short, and are not counted yet; and their seconds.
         self.short_uses, self.short_s = 0, 0.0
@@ -119,7 +119,7 @@ class Grant:
         self.number = 0
 
     def will_end(self, now: float) -> bool:
-        """Say whether its end is known, so that it need not give way for others to have a turn.
+        """Say whether its end is known, so that it need not give way to others.
 
         If it should have ended already, its end is not known.
         """
@@ -267,7 +267,7 @@ class Request:
 
     @property
     def allowed(self) -> float | None:
-        """Seconds it may take from now on. None: no known duration, deadline or latency."""
+        """The seconds it may take from now. None: no known duration, deadline or latency."""
         state = self.class_state
         if self.duration is None:
             return None
@@ -279,7 +279,7 @@ class Request:
         return min(state.latency, left) * state.margin.fraction
 
     def seconds(self, sms: int) -> float | None:
-        """Return its expected duration on so many SMs. None: unknown."""
+        """Return its expected seconds on this many SMs. None: unknown."""
         duration = self.duration
         if duration is None or isinstance(duration, (int, float)):
             return duration
@@ -295,7 +295,7 @@ class Request:
         return None
 
     def learn(self, sms: int, seconds: float) -> None:
-        """Tell its curve, if it has one, how long it took on so many SMs."""
+        """Add a duration on this many SMs to its curve, if it has one."""
         duration = self.duration
         if duration is None or isinstance(duration, (int, float)) or self.cost_failed:
             return

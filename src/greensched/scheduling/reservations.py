@@ -9,7 +9,7 @@ An owner wants its reserve while a request of it waits, or an elastic grant of i
 may have. It takes what is kept for it at once, and the rest when the loans come back. A class
 borrows only if it is preemptible, and only from an owner that wants none of its reserve, and whose
 longest wait covers the time that the borrower takes to give back: the next checkpoint for what an
-elastic grant has above its least size, the end of the lease for the rest. So an owner waits at most
+elastic grant has above its minimum, the end of the lease for the rest. So an owner waits at most
 that long for its reserve. Each loan belongs to one owner: returned cells go to no other class. If
 no class holds anything and all wait for each other's cells, owners lend even though they wait,
 because they need more than their reserves.
@@ -79,8 +79,8 @@ class Reservations:
         self.all_blocks = sum(self.blocks.values())
         #: The cells outside the blocks.
         self.beside = cells.cell_mask & ~self.all_blocks
-        #: Whether no class holds anything here and none can be granted anything, so that owners
-        #: lend even though they wait.
+        #: Whether no class holds cells here or can be granted any, so that owners lend even though
+        #: they wait.
         self.is_idle = False
         #: Grants with borrowed cells.
         self.borrowers: dict[Grant, None] = {}
@@ -94,7 +94,7 @@ class Reservations:
         return state.reserved_free if state in self.blocks else 0
 
     def available_for(self, free: int, request: Request, sms: int) -> tuple[int, int]:
-        """Return how many of so many free cells a grant may take.
+        """Return how many of the free cells a grant may take.
 
         Args:
             free: The number of free cells.
@@ -126,7 +126,7 @@ class Reservations:
         return least, max(least, most)
 
     def available_after(self, free: int, request: Request, given: Mapping[Grant, int]) -> int:
-        """Return how many cells a request could take if grants had given so many cells back.
+        """Return how many cells a request could take if grants had given these cells back.
 
         Args:
             free: The number of free cells now.
@@ -176,7 +176,7 @@ class Reservations:
             self._settle()
 
     def _borrow(self, grant: Grant, borrowed: int, spare: int) -> None:
-        """Borrow so many cells; `spare` of the taken ones can be given back before the end."""
+        """Borrow this many cells; `spare` of the taken ones can be given back before the end."""
         until_end = max(0, borrowed - spare)
         length, interval = expected_times(grant.request, grant.request.fewest)
         # The owner that can wait longest lends first. The cells kept to the end are borrowed
@@ -238,7 +238,7 @@ class Reservations:
             self.borrowers.pop(grant, None)
 
     def _settle(self) -> None:
-        """End loans that their owner does not need back, because it found its reserve elsewhere."""
+        """End loans whose owner does not need the cells, because it got other cells instead."""
         again = True
         while again:
             again = False

@@ -171,7 +171,7 @@ class Scheduler:
         """
         state = self._class_of(service)
         if self.allocator.is_limited:
-            state.heal(now)
+            state.forget_overruns(now)
         due = deadline
         if due is None and state.latency is not None:
             due = now + state.latency
@@ -240,10 +240,10 @@ class Scheduler:
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
         """Grant a request from cells that are free without reclaiming, if only these decide.
 
-        This keeps leases of several sizes suspended side by side: `make bench` has a bar for two
+        So grants of several sizes can be suspended at the same time: `make bench` has a bar for two
         sizes in turn. If a class has limits, a policy sizes or a device is shared, a decision
-        depends on more than free cells. With several devices it is granted on the one that it would
-        get if all were reclaimed, or not here.
+        depends on more than free cells. With several devices, only the device that it would get
+        after reclaiming all is tried.
         """
         allocator = self.allocator
         if allocator.is_limited or allocator.may_share or self.queue.policy.size is not None:
@@ -283,7 +283,7 @@ class Scheduler:
             self.dispatcher.note_missing(request)
 
     def resized(self, request: Request) -> list[Request]:
-        """Return the other requests that are granted because of a request just taken.
+        """Return the other requests that are granted because of the request that was just made.
 
         With a policy that sizes, they may need less. The first request may now begin later, which
         leaves time for more before it.
@@ -342,10 +342,10 @@ class Scheduler:
     ) -> list[Request]:
         """Allow changes of the cells of a grant whose holder has no work on it now.
 
-        An elastic grant gives back what exceeds its least, requests are granted from that, and it
-        takes idle cells, up to its most; a policy that sizes sets both limits. A shared grant gets
-        its requested least instead if its device is to be split. Afterwards `grant.mask` and
-        `grant.sms` say what it has.
+        An elastic grant gives back SMs above its minimum, requests are granted from these, and it
+        takes idle cells up to its maximum; a policy that sizes sets both limits. If the device of a
+        shared grant is to be split, the grant instead gets the minimum of its request. Afterwards
+        `grant.mask` and `grant.sms` say what it has.
 
         Args:
             now: The time in seconds.
@@ -434,7 +434,7 @@ class Scheduler:
     # -- other events ----------------------------------------------------------------------------
 
     def observe(self, now: float, service: str, latency: float, number: int) -> list[Request]:
-        """Record that so many requests of a class had this latency, from end to end.
+        """Record that `number` requests of a class had this latency, from end to end.
 
         From then on these latencies, instead of the durations of its leases, determine whether
         devices are split, and how much of its latency the class plans with. Return the requests

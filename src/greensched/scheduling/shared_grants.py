@@ -22,7 +22,7 @@ def can_share(allocator: SMAllocator, request: Request, device: int) -> bool:
 
 
 def free_mask(allocator: SMAllocator, device: int) -> int:
-    """Return a mask for a shared grant that no other grant has."""
+    """Return an unused mask for a shared grant."""
     taken = {grant.mask for grant in allocator.shared_grants[device]}
     number = 0
     while (mask := allocator.devices[device].shared_mask(number)) in taken:

@@ -3,8 +3,8 @@
 The policy sees a device: the possible sizes, what higher classes neither have nor want, what other
 leases leave at their checkpoints, and whether the request is alone. Its answer is limited to what
 was requested and what the class may have. A request waits for this size until it has aged; from
-then on it gets at most what there is once lower classes have given way. A request is granted in any
-case if its class's reserve, of which the class has nothing, satisfies it.
+then on it gets at most what is free once lower classes have given way. A request is always granted
+if it fits into its class's reserve and the class uses none of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def target_size(
         request: The request.
         device: The index of the device.
         grant: The grant that it already has there, or None.
-        is_aged: Whether it has waited so long that it should get what there is.
+        is_aged: Whether it has waited so long that it should get whatever is free.
     """
     (asked,), cells = request.parts, allocator.devices[device]
     most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))

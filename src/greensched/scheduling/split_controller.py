@@ -35,11 +35,12 @@ class SplitController:
         self._since, self._hold = 0.0, HOLD
         #: For each class: the number of latencies, and how many of them were near the target.
         self._seen: dict[ClassState, tuple[int, int]] = {}
-        #: For the last time split and the last time not split: its end, and the trouble then.
+        #: For the last time split and the last time not split: when it ended, and the
+        #: `_near_fraction` at that moment.
         self._previous: dict[bool, tuple[float, float]] = {}
 
     def record(self, state: ClassState, latency: float, number: int, now: float) -> bool:
-        """Record that so many requests had this latency; say whether that changes the state."""
+        """Record that `number` requests had this latency; say whether that changes the state."""
         if state.latency is None:
             return False
         seen, near = self._seen.get(state, (0, 0))
@@ -50,31 +51,31 @@ class SplitController:
             if now - self._since < self._hold:
                 return False
             is_calm = all(near * ONE_IN <= seen for seen, near in self._seen.values())
-            before = self._trouble_before(now)
-            is_worse = before is not None and self._trouble() > before
+            before = self._near_before(now)
+            is_worse = before is not None and self._near_fraction() > before
             return self._decide(now, is_split=not (is_calm or is_worse))
         is_over = seen >= LOOK
         if near * ONE_IN >= LOOK:
-            before = self._trouble_before(now)
+            before = self._near_before(now)
             # If the split helped last time, split at once; otherwise observe both equally long.
             if before is None or before * ONE_IN <= 1 or is_over:
-                return self._decide(now, is_split=before is None or self._trouble() > before)
+                return self._decide(now, is_split=before is None or self._near_fraction() > before)
         if is_over:
             self._seen[state] = 0, 0
         return False
 
-    def _trouble(self) -> float:
+    def _near_fraction(self) -> float:
         """Sum the classes' fractions of latencies that are near their targets."""
         return sum(near / seen for seen, near in self._seen.values() if seen)
 
-    def _trouble_before(self, now: float) -> float | None:
-        """Return the trouble of the last time in the other state; None if it was too long ago."""
-        until, trouble = self._previous.get(not self.is_split, (-math.inf, 0.0))
-        return trouble if now - until <= LONGEST else None
+    def _near_before(self, now: float) -> float | None:
+        """Return the fraction of the last time in the other state; None if it was too long ago."""
+        until, fraction = self._previous.get(not self.is_split, (-math.inf, 0.0))
+        return fraction if now - until <= LONGEST else None
 
     def _decide(self, now: float, *, is_split: bool) -> bool:
         """Set the state; say whether it changed."""
-        self._previous[self.is_split] = now, self._trouble()
+        self._previous[self.is_split] = now, self._near_fraction()
         is_changed = is_split is not self.is_split
         if is_changed and is_split:
             is_soon = now - self._since < LONGEST

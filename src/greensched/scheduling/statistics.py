@@ -84,7 +84,7 @@ def count_sms(allocator: SMAllocator) -> tuple[int, int, int]:
 
 
 def granted_of(allocator: SMAllocator, state: ClassState, granted: int) -> int:
-    """Return the number of granted requests of a class, of so many in all."""
+    """Return the number of granted requests of a class; `granted` counts all classes."""
     return state.granted if allocator.is_classed else granted
 
 

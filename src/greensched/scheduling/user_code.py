@@ -40,7 +40,7 @@ deferred: Final[deque[Deferred]] = deque()
 
 
 def defer(error: BaseException, message: str, *args: object) -> None:
-    """Keep an exception for `report`, which logs an `Exception` and raises any other."""
+    """Keep an exception for `report`, which logs an `Exception` and raises other exceptions."""
     deferred.append(Deferred(get_ident(), error, message, args))
 
 

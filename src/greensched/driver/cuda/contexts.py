@@ -95,7 +95,7 @@ class Contexts(Driver):
         call(cuda.cuCtxDestroy, context)
 
     def context_device(self, context: ContextHandle) -> int:
-        """Call `cuCtxGetDevice_v2` (13.0), which needs no current context."""
+        """Call `cuCtxGetDevice_v2` (CUDA 13.0), which needs no current context."""
         return int(call(cuda.cuCtxGetDevice_v2, context))
 
     def context_flags(self) -> ContextFlags:
@@ -122,7 +122,7 @@ class Contexts(Driver):
         call(cuda.cuCtxSetCacheConfig, _CACHES[config])
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        """Call `cuCtxSynchronize_v2` (13.0), which needs no current context."""
+        """Call `cuCtxSynchronize_v2` (CUDA 13.0), which needs no current context."""
         call(cuda.cuCtxSynchronize_v2, context)
 
     def priority_range(self) -> tuple[int, int]:

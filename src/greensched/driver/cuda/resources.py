@@ -189,7 +189,7 @@ class Resources(Driver):
     def split(
         self, resource: ResourceHandle, groups: Sequence[SMGroup]
     ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-        """Call `cuDevSmResourceSplit` (13.1), and read the sizes it chose from the results.
+        """Call `cuDevSmResourceSplit` (CUDA 13.1), and read the chosen sizes from the results.
 
         Some wheels also write them into the parameters.
         """
@@ -201,12 +201,12 @@ class Resources(Driver):
         return [_resource(part) for part in parts], _left(rest)
 
     def device_workqueue(self, device: int) -> ResourceHandle:
-        """Call `cuDeviceGetDevResource` (13.1 for this type)."""
+        """Call `cuDeviceGetDevResource`, which has this type from CUDA 13.1 on."""
         kind = _workqueue_config()
         return _workqueue(call(cuda.cuDeviceGetDevResource, device_handle(device), kind))
 
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
-        """Call `cuCtxGetDevResource` (13.1 for this type)."""
+        """Call `cuCtxGetDevResource`, which has this type from CUDA 13.1 on."""
         return _workqueue(call(cuda.cuCtxGetDevResource, context, _workqueue_config()))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
@@ -216,7 +216,7 @@ class Resources(Driver):
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        """Copy it byte by byte, because a wheel's resource can be copied in no other way."""
+        """Copy the resource byte by byte, the only way to copy a wheel's resource."""
         raw = cuda.CUdevResource()
         ctypes.memmove(raw.getPtr(), _own_workqueue(workqueue).raw.getPtr(), _RESOURCE_BYTES)
         scopes = cuda.CUdevWorkqueueConfigScope

@@ -54,6 +54,8 @@ def open(  # noqa: A001  the module is used by its name: simulated.open("h200")
     """Make a simulated machine.
 
     Args:
+        spec: The devices and the CUDA version, such as `"h200"`, `"h200x2+l40s"` or `"h100@13.1"`;
+            or device models, under CUDA 13.0.
         clock: A virtual clock. None: real time.
         faults: The faults to inject: `Fail`, `Slow`, `Hang`, `Crash`.
         without: Features that the machine lacks.

@@ -103,7 +103,7 @@ class AddressSpace:
     _next: int = FIRST_DEVICE_ADDRESS
 
     def new_device_block(self, nbytes: int, device: int, pool: MemoryPool) -> Block:
-        """Make a block at a fresh device address."""
+        """Make a block at a fresh device address, or raise OutOfMemory."""
         try:
             data: Bytes = np.zeros(nbytes, np.uint8)
         except MemoryError:
@@ -116,7 +116,7 @@ class AddressSpace:
             return self._add(block)
 
     def new_host_block(self, nbytes: int) -> Block:
-        """Make a block of zeroed pinned host memory."""
+        """Make a block of zeroed pinned host memory, or raise OutOfMemory."""
         try:
             data: Bytes = np.zeros(nbytes, np.uint8)
         except MemoryError:
@@ -130,7 +130,11 @@ class AddressSpace:
         return block
 
     def remove(self, address: int, what: str, *, pinned: bool) -> Block:
-        """Remove the block at an address, of pinned memory or of a pool."""
+        """Remove the block at an address, of pinned memory or of a pool.
+
+        Raises:
+            DriverMisuse: There is no such block.
+        """
         with self._lock:
             block = self._blocks.get(address)
             if block is None:
@@ -143,7 +147,11 @@ class AddressSpace:
         return block
 
     def find(self, address: int, nbytes: int, what: str) -> Block:
-        """Return the live block that contains all of [address, address + nbytes)."""
+        """Return the live block that contains all of [address, address + nbytes).
+
+        Raises:
+            DriverMisuse: There is no such block.
+        """
         with self._lock:
             at = bisect_right(self._bases, address)
             block = self._blocks[self._bases[at - 1]] if at else None
@@ -155,13 +163,17 @@ class AddressSpace:
         return block
 
     def bytes_at(self, address: int, nbytes: int, what: str) -> Bytes:
-        """Return a writable view of some bytes."""
+        """Return a writable view of some bytes. Raises as `find`."""
         block = self.find(address, nbytes, what)
         offset = address - block.base
         return block.data[offset : offset + nbytes]
 
     def to_end(self, address: int, device: int, what: str) -> Bytes:
-        """Return a writable view from an address to the end of its allocation, for a kernel."""
+        """Return a writable view from an address to the end of its allocation, for a kernel.
+
+        Raises:
+            DriverMisuse: As for `find`, or the memory belongs to another device.
+        """
         block = self.find(address, 0, what)
         if block.device not in (None, device):
             raise DriverMisuse(f"{what}: {address:#x} is memory of device {block.device}")

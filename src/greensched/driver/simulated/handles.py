@@ -134,7 +134,7 @@ class Event(Handle):
         self.captured: Capture | None = None
 
     def raise_error(self) -> None:
-        """Raise the stream's reference error, once."""
+        """Raise the stream's error of a reference, and forget it."""
         if self.stream is not None:
             self.stream.raise_error()
 

@@ -88,7 +88,7 @@ class KernelOp(Operation):
         timeline.at(math.ceil(min(when, self.limit)), lambda: self._leave(timeline))
 
     def wait_for_space(self, timeline: Timeline, space: float) -> None:
-        """Continue its fixed time, at full pace unless a more urgent kernel took space from it."""
+        """Continue its fixed time, at full speed unless a more urgent kernel took space from it."""
         if self.started and not self.working and self.cost.until is None and self.cost.fixed_ns:
             pace = min(1.0, space / self.occupancy) if self.yields else 1.0
             self.advance(timeline, pace / self.cost.fixed_ns)

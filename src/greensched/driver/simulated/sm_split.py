@@ -7,7 +7,7 @@ The rules, as observed on an H200 under CUDA 13.0 (docs/measurements/h200-580, `
   remain.
 * A larger group takes the SMs of one GPC after another, so there are total / size groups; 32 SMs
   from such a split can be split again into only three sets of 8.
-* A request for every SM gets every SM, even if that is no multiple (132, `resources.txt`).
+* A request for every SM gets every SM, even if that is not a multiple (132, `resources.txt`).
 * Every split starts from the same first SMs, so independent splits overlap.
 * A group or a remainder cannot be split again; the resource of a context can.
 * A descriptor takes several resources. Under 13.0, as measured (`combine`), these may be outputs of
@@ -16,7 +16,7 @@ The rules, as observed on an H200 under CUDA 13.0 (docs/measurements/h200-580, `
   flags.
 * A descriptor contains every SM of its resources once, but counts an SM of two resources twice.
 
-The structured split (13.1) was not measured on a GPU. Its documentation (cuda.h, 13.1 to 13.5)
+The structured split (CUDA 13.1) was not measured on a GPU. Its documentation (cuda.h, 13.1 to 13.5)
 says: groups of different sizes, from left to right, without rounding; each of whole co-scheduled
 sets, which here lie in one GPC; with backfill, of at least one such set and any other SMs.
 """

@@ -120,7 +120,8 @@ class StreamQueue:
         self.current: Operation | None = None
         #: Whether it was destroyed. Its device forgets it once its work is done.
         self.ended = False
-        #: Called with failed references. None: the next wait for the stream raises the first one.
+        #: Called with errors of references. None: the next wait for the stream raises the first
+        #: one.
         self.on_error: Callable[[Exception], None] | None = None
         self._error: Exception | None = None
 
@@ -135,14 +136,14 @@ class StreamQueue:
         return all(isinstance(each, WaitOp) for each in (self.current, *self.queue) if each)
 
     def report_error(self, error: Exception) -> None:
-        """Report a failed reference, or keep it for `raise_error`."""
+        """Report the error of a reference, or keep it for `raise_error`."""
         if self.on_error is not None:
             self.on_error(error)
         elif self._error is None:
             self._error = error
 
     def raise_error(self) -> None:
-        """Raise the kept error of a failed reference, once."""
+        """Raise the kept error of a reference, and forget it."""
         error, self._error = self._error, None
         if error is not None:
             raise error

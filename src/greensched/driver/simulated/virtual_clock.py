@@ -260,7 +260,7 @@ class VirtualClock:
             participant.wait()
 
     def _pause_foreign(self, ready: Callable[[], bool], deadline: int | None) -> None:
-        """Wait in a thread that is no participant; afterwards it runs outside the clock again."""
+        """Wait in a thread outside the clock, which runs outside the clock again afterwards."""
         if ready():
             return
         participant = Participant("a foreign thread")
@@ -274,7 +274,7 @@ class VirtualClock:
         self._leave(participant)
 
     def _wake_loops(self, but: Participant | None = None) -> None:
-        """Wake the loops after a thread ran, which may have left work (trio's queue is silent)."""
+        """Wake the loops after a thread ran: it may have left work, which trio does not signal."""
         for participant in self._participants:
             participant.woken = participant.woken or (participant.loop and participant is not but)
 
@@ -371,7 +371,7 @@ async def _call(main: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> 
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that lets the clock pass time instead of sleeping."""
+    """A selector that lets virtual time pass instead of sleeping."""
 
     def __init__(self, clock: VirtualClock, participant: Participant) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class _Selector(selectors.DefaultSelector):
         self._participant = participant
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return ready files; if there are none, let the clock pass time."""
+        """Return ready files; if there are none, let virtual time pass."""
         if timeout is not None and timeout <= 0:
             self._clock.yield_turn(self._participant)
             return super().select(0)

@@ -20,7 +20,7 @@ from greensched.errors import DeviceFault, InvalidRequest
 from greensched.integrations.asgi.task_group import open_task_group
 from greensched.integrations.health import fault_of
 
-#: Pools that still serve after their process got SIGTERM, while readiness is red.
+#: Pools that still serve after their process got SIGTERM, while `/readyz` answers 503.
 _draining: WeakSet[Pool] = WeakSet()
 
 
@@ -32,16 +32,16 @@ def lifespan(
     Requests find the pool at `request.state.pool`. A server that stops finishes accepted requests
     first; leases that last longer may end within the pool's grace (`Pool.aclose`, 5 s).
 
-    With `drain`, SIGTERM first turns `/readyz` red. Requests are served for `drain` seconds more,
-    while load balancers remove the process. Then the server's own handler of SIGTERM runs. A
-    second SIGTERM ends the wait. This needs a server that installs its handler with `signal.signal`
-    before the application starts, on the main thread, as uvicorn does. On another thread it has no
-    effect.
+    With `drain`, SIGTERM first makes `/readyz` answer 503. Requests are served for `drain` more
+    seconds, while load balancers remove the process. Then the server's own handler of SIGTERM runs.
+    A second SIGTERM ends the wait. This needs a server that installs its handler with
+    `signal.signal` before the application starts, on the main thread, as uvicorn does. On another
+    thread it has no effect.
 
     A pool opens once, so an application that starts again needs another pool. To use your own
     lifespan, enter this one in it: `async with asgi.lifespan(pool)(app) as state: ...`.
 
-    At the start of the server it raises as `Pool.open` does.
+    When the server starts, it raises what `Pool.open` raises.
 
     Raises:
         InvalidRequest: `drain` is negative or not a number. Raised by this call.

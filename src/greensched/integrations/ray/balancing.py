@@ -30,9 +30,8 @@ def choose(
 
     Args:
         pools: the candidates.
-        sms: the least SMs that the job needs.
-        held: the bytes of the job's arguments on each node.
-        chance: the source of randomness.
+        sms: the minimum of SMs that the job needs. held: the bytes of the job's arguments on each
+        node. chance: the source of randomness.
 
     Returns:
         None if no candidate is open and large enough.

@@ -101,12 +101,20 @@ class Fleet:
     ) -> None:
         """Leave the fleet; this program's jobs are cancelled.
 
-        The last program ends the pools, unless they are detached, and waits for their end.
+        The last program ends the pools, unless they are detached, and waits for their end. A
+        cancellation ends only the waiting.
         """
         await self._registry.aclose()
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Close the pools for every program. Queued jobs fail; running jobs have the grace."""
+        """Close the pools for every program, and wait until they are closed.
+
+        Queued jobs fail; running jobs may end within the grace. A cancellation ends only the
+        waiting.
+
+        Args:
+            grace: Seconds that running jobs have.
+        """
         await self._registry.stop(grace)
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -296,7 +304,10 @@ class Fleet:
         }
 
     async def health(self) -> dict[str, Health | None]:
-        """Return the health of each pool's process, by name; None if it gives no reply in 1 s."""
+        """Return the health of each pool's process, by name. Waits for replies, at most 1 s.
+
+        The health of a process that does not reply is None.
+        """
 
         async def request(handle: Any) -> Health | None:
             with suppress(RayError, TimeoutError):

@@ -17,8 +17,8 @@ SETTLED_S = 3.0
 def own_gpus() -> list[int]:
     """Return the ordinals, in this process, of the whole GPUs that Ray assigned to its actor.
 
-    Unless it is told not to, Ray sets `CUDA_VISIBLE_DEVICES` before this code runs; in both cases
-    these are the assigned GPUs. CUDA is not used.
+    By default Ray sets `CUDA_VISIBLE_DEVICES` before this code runs. These are the assigned GPUs
+    even if Ray is configured not to set it. CUDA is not used.
 
     Raises:
         InvalidRequest: Ray assigned no GPU, part of a GPU, or one that is not visible here.

@@ -72,7 +72,7 @@ class PoolActor:
         self._clients: dict[str, RemoteClient] = {}
         self._jobs = self._wanted = 0
         self._wait = 0.0
-        #: Of the last check: all SMs, free ones, and queued requests.
+        #: The counts of the last check: all SMs, free SMs, and queued requests.
         self._counts = (0, 0, 0)
         self._last_check = time.monotonic()
         self._failure: BaseException | None = None
@@ -217,8 +217,8 @@ class PoolActor:
     async def _watch(self) -> None:
         """Check the GPU even while idle, drop dead clients, and send changes of the pool's state.
 
-        After a device fault the process exits. Ray sees a crash and starts a new process; it would
-        keep a live actor on a dead GPU.
+        After a device fault the process exits, so that Ray starts a new one. If the process stayed
+        alive, Ray would leave the actor on the failed GPU.
         """
         loop = asyncio.get_running_loop()
         while self._failure is None:
@@ -250,7 +250,7 @@ class PoolActor:
         os._exit(EXIT)
 
     async def _drain(self, seconds: float) -> None:
-        """Wait until every client has all its outcomes, but no longer than this."""
+        """Wait until every client has all its outcomes, for at most this many seconds."""
         for _ in range(int(seconds / CHECK)):
             if not any(client.is_busy for client in self._clients.values()):
                 return

@@ -26,11 +26,12 @@ from greensched.typing import Size
 
 #: Clients and pools of different versions refuse each other. Raise it with every change here.
 PROTOCOL = 6
-#: Seconds after which a batch gets a reply though nothing has ended: it shows the client that the
-#: pool is alive, and the client's next batch shows the pool that the client is.
+#: Seconds after which a batch gets a reply though nothing has ended: the client learns that the
+#: pool is alive, and the pool learns the same from the client's next batch.
 HEARTBEAT = 1.0
-#: While a client has so few jobs in a pool, each has a Ray call that waits for it. If they had one,
-#: four jobs of 10 ms would cost 1.21 calls each, not 1.01, for replies without an outcome.
+#: Up to this many jobs of a client in a pool have a Ray call each, which waits for the job. With
+#: one call for all, four jobs of 10 ms would take 1.21 calls each, not 1.01, because some replies
+#: have no outcome.
 FEW = 4
 #: Bytes from which arrays and results go by reference through Ray's object store. Smaller values
 #: are cheaper to copy with the job: a call took 3.0 ms with 1 MiB, 1.4 ms with 4 KiB (Ray 2.60, two
@@ -249,7 +250,7 @@ def is_async_job(function: Callable[..., Any]) -> bool:
 
 
 def least_sms(sms: object) -> int:
-    """Return the least SMs that satisfy a size.
+    """Return the minimum of SMs that satisfies a size.
 
     Raises:
         InvalidSize: It is not a size.

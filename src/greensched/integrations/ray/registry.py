@@ -137,7 +137,7 @@ class PoolRegistry:
             await asyncio.sleep(RECONNECT)
 
     async def _follow(self, version: int) -> None:
-        """Follow the pools until the fleet is stopped. Shows that this program lives."""
+        """Follow the pools until the fleet is stopped. Its calls show that this program runs."""
         while True:
             try:
                 found = await self._supervisor.members.remote(self._program, version)

@@ -51,7 +51,7 @@ class RemoteClient:
         self._ended: list[Outcome] = []
         self._reported: Snapshot | None = None
         self._code: dict[bytes, bytes] = {}
-        #: Each with whether it is awaited.
+        #: The functions by digest, each with whether it is awaited.
         self._functions: dict[bytes, tuple[Callable[..., Any], bool]] = {}
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
         self._sessions: dict[int, _Session] = {}

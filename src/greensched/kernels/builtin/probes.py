@@ -52,9 +52,9 @@ _program = Program(_SOURCE, name="greensched/probes.cu")
 #: `spin(unsigned long long ns)`: each block is busy for this time.
 spin = _program.kernel("spin")
 #: `smids(unsigned *seen, unsigned long long ns)`: each block sets the bit of its SM in the bit mask
-#: `seen` (bit 0 of word 0 is SM 0; 32 SMs per word, zeroed by the caller) and stays for ns, so
-#: that the blocks spread over all SMs that they may use. With as many threads as a block can have,
-#: two or more blocks per SM are enough.
+#: `seen` (bit 0 of word 0 is SM 0; 32 SMs per word, zeroed by the caller) and runs for `ns`
+#: nanoseconds, so that the blocks spread over all SMs that they may use. With as many threads as a
+#: block can have, two or more blocks per SM are enough.
 smids = _program.kernel("smids")
 #: `latch(const unsigned *word, unsigned long long timeout_ns)`: runs until the word, in pinned host
 #: memory, is not 0, or the timeout has passed (0: no timeout).
