@@ -108,8 +108,10 @@ class RemoteClient:
 
     def close(self) -> None:
         """Cancel all jobs: queued ones leave the queue; running kernels run to their end."""
-        for waiting in [*self._tasks.values(), *self._early.values()]:
-            waiting.cancel()
+        for task in self._tasks.values():
+            task.cancel()
+        for early in self._early.values():
+            early.cancel()
         self.wake()
 
     def fail(self, error: BaseException) -> None:
