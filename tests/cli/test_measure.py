@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_what_was_measured_is_printed_where_it_cannot_be_written(
     printed = capsys.readouterr()
     assert set(json.loads(printed.out)) == {"host"}
     assert f"--out {out}: No such file or directory" in printed.err
+
+
+def test_the_power_is_that_of_the_measured_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU is named to nvidia-smi by its UUID; of one that it does not know there is no power."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=GPU-b*) echo 295.5;; *--id=0*) echo 70;; *) exit 6;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert measuring.power("GPU-b") == 295.5
+    assert measuring.power("GPU-simulated") == 0.0

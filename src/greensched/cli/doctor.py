@@ -254,13 +254,14 @@ def _device(found: dict[str, object]) -> Iterator[Finding]:
 # -- what nvidia-smi says -----------------------------------------------------------------------
 
 
-def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """Run nvidia-smi. Blocks, for 10 s at most.
+def query(what: str, fields: tuple[str, ...], *options: str) -> list[dict[str, str]]:
+    """Run nvidia-smi; return the fields of each row. Blocks, for 10 s at most.
 
     Raises:
         OSError, subprocess.SubprocessError: It is not installed, or failed.
     """
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    asked = f"--query-{what}={','.join(fields)}"
+    command = ["nvidia-smi", asked, "--format=csv,noheader,nounits", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
     return [dict(zip(fields, row, strict=False)) for row in rows if len(row) >= len(fields)]
@@ -268,7 +269,7 @@ def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 def _gpus() -> Iterator[Finding]:
     try:
-        gpus = _query("gpu", GPU_FIELDS)
+        gpus = query("gpu", GPU_FIELDS)
     except (OSError, subprocess.SubprocessError) as error:
         text = f"clocks, power and modes are unknown: {_described(error)}"
         yield Finding("gpu", "nvidia-smi", NOTE, text)
@@ -301,7 +302,7 @@ def _modes(section: str, gpu: dict[str, str]) -> Iterator[Finding]:
 def _processes() -> Iterator[Finding]:
     """Name the other processes on the GPUs, which may have pools of their own."""
     try:
-        processes = _query("compute-apps", PROCESS_FIELDS)
+        processes = query("compute-apps", PROCESS_FIELDS)
     except (OSError, subprocess.SubprocessError):
         return  # `_gpus` reports it
     for process in processes:

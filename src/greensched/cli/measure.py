@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from greensched.cli import doctor
 from greensched.cli.terminal import Progress, print_table
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
@@ -85,7 +86,7 @@ async def _measure(
 ) -> dict[str, Table]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         device = pool.devices[0]
-        idle = await asyncio.to_thread(power)
+        idle = await asyncio.to_thread(power, device.uuid)
         where = source_of(device.name)
         found: dict[str, Table] = {}
         if host:
@@ -279,7 +280,7 @@ async def _sustained(p: Partition, work: Work) -> float:
     while time.perf_counter() < end:
         job = p.run(_repeat, work)
         if time.perf_counter() > end - SUSTAINED_S / 3:
-            drawn = max(drawn, await asyncio.to_thread(power))
+            drawn = max(drawn, await asyncio.to_thread(power, p.device.uuid))
         await job
     return drawn
 
@@ -290,11 +291,10 @@ def _repeat(work: Work) -> None:
         _timed(work)
 
 
-def power() -> float:
-    """Return the watts that the first GPU draws, from nvidia-smi; 0 without it. Blocks."""
-    command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "--id=0"]
+def power(uuid: str) -> float:
+    """Return the watts that a GPU draws, from nvidia-smi; 0 if it does not tell. Blocks."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        return float(ran.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        (found,) = doctor.query("gpu", ("power.draw",), f"--id={uuid}")
+        return float(found["power.draw"])
+    except (OSError, ValueError, subprocess.SubprocessError):
         return 0.0
