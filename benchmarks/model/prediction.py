@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.model import engine
+from benchmarks.model.hosts import HOSTS, Host
 from benchmarks.model.two_users import (
     ARITHMETIC_W,
     NARROW,
@@ -22,13 +23,12 @@ from benchmarks.model.two_users import (
     run,
     shared,
 )
-from greensched.capacity.host_costs import H100_HOST, H200_HOST, HostCost, HostCosts
-from greensched.capacity.measured import Key, inputs
+from greensched.capacity.host_costs import HostCost
+from greensched.capacity.measured import Key, inputs_and_rows
 from greensched.driver.simulated.contention import clock, speeds
 from greensched.driver.simulated.device_models import PRESETS
 from greensched.typing import Cost
 
-HOSTS = {"h200": H200_HOST, "h100": H100_HOST}
 PLAIN = ("streams", "priority", "split")
 W1_CASES = ("spin 0.04 ms", "spin 0.25 ms", "spin 2 ms", "spin 10 ms", "spin 2 ms on half")
 #: Seconds of a request outside its kernels: the launch of the first one, and the way back.
@@ -39,6 +39,11 @@ COPY_BYTES, SAXPY_BYTES = 8 * 2**26, 12 * 2**24
 PRODUCT_BLOCKS, PRODUCTS = 2304, 6
 
 Predicted = Iterator[tuple[Key, float]]
+
+
+def inputs() -> dict[Key, float]:
+    """Return every measured figure by its key, including inputs."""
+    return {row.key: row.value for row in inputs_and_rows()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,7 @@ def _isolation(gpu: str, case: str) -> Setting:
         piece=(1,),
         split=16,
         seconds=0.4,
-        host=HostCosts(start=HostCost(11.0, 20.0)),
+        host=Host(start=HostCost(11.0, 20.0)),
         rounds=1,
         pause=0.0,
         to_end=True,
@@ -303,7 +308,7 @@ def torch_on_streams() -> Predicted:
         piece=(1, 1, 2) * 4 + (1,) * 4,
         split=MODEL_SMS,
         seconds=0.5,
-        host=HostCosts(start=HostCost(HOP_US, 2 * HOP_US)),
+        host=Host(start=HostCost(HOP_US, 2 * HOP_US)),
         rounds=1,
         pause=0.0,
         to_end=True,

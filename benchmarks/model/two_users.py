@@ -2,7 +2,7 @@
 
 They have the loops, arrivals and seeds of `benchmarks/gpu/sharing.py`, which takes its classes from
 here. The inputs are the kernels' grids, their times alone, the split, and the host's costs
-(`host_costs`); everything else follows.
+(`hosts`); everything else follows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.model.hosts import Host
 from greensched.capacity.baselines import Streams
-from greensched.capacity.host_costs import HostCosts
 from greensched.capacity.latency_tables import SpeedupCurve
 from greensched.capacity.machine import Machine
 from greensched.capacity.strategies import Client, pool_of
@@ -115,7 +115,7 @@ class Setting:
     piece: tuple[int, ...]
     split: int
     seconds: float
-    host: HostCosts
+    host: Host
     load: float = 0.0
     other_requests: bool = False
     services: dict[str, list[ServiceClass]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The host's time for each operation: measured by `greensched measure --host`, or built in.
+"""The host's time for each operation: measured by `greensched measure --host`.
 
 A simulated device models only the time of kernels. On a GPU every operation also takes time on the
 event loop's thread, which matters if pieces of work are shorter than a few milliseconds.
@@ -38,53 +38,21 @@ class HostCosts:
     """The host's time for each operation.
 
     Attributes:
-        start: From a request to its kernel's start on an idle partition, by a raw launch.
-        submission: The extra time of a bound launch over a raw launch.
-        lease: Acquiring and returning a lease, next to another user of the event loop.
-        request: The extra time of a request with its own lease: binding its kernels, and the
-            way back of its result.
-        launch: The extra time for each bound launch of a request.
+        lease: Acquiring and returning a lease.
         checkpoint: A checkpoint, from the end of the work before to the submission of the next.
         awaited: A launch that is awaited: its submission, and the event loop's wake-up at its end.
     """
 
-    start: HostCost = HostCost()
-    submission: HostCost = HostCost()
     lease: HostCost = HostCost()
-    request: HostCost = HostCost()
-    launch: HostCost = HostCost()
     checkpoint: HostCost = HostCost()
     awaited: HostCost = HostCost()
 
 
 #: A host whose operations take no time, because they were not measured.
 NO_COSTS = HostCosts()
-#: The host of an H200, with greensched compiled, and of an H100, as Python. `start`: W1's median
-#: and 99th percentile on the best split. `submission` and `lease`: W1 beside kernels of 0.04 and
-#: 0.25 ms. `request` and `launch`: the medians of W8 (shared) and of W2 at load 0.25 (reserve
-#: kept). Other cases, arms, loads and workloads are held out (`measured.FITTED`).
-#: `checkpoint`: of an engine's step on the H200, and by `greensched measure --host` on the H100
-#: (docs/measurements/h100-580/tables.json).
-H200_HOST = HostCosts(
-    start=HostCost(11.2, 31.0),
-    submission=HostCost(0.5, 3.0),
-    lease=HostCost(20.5, 78.0),
-    request=HostCost(70.0, 110.0),
-    launch=HostCost(1.6, 1.6),
-    checkpoint=HostCost(77.0, 110.0),
-)
-H100_HOST = HostCosts(
-    start=HostCost(13.1, 37.0),
-    submission=HostCost(5.0, 10.0),
-    lease=HostCost(38.0, 215.0),
-    request=HostCost(102.0, 150.0),
-    launch=HostCost(2.9, 2.9),
-    checkpoint=HostCost(143.8, 164.6),
-)
 
 
-#: For some attributes, the operations in a file whose times are added. A file's `submission` is not
-#: the attribute of that name: it is the whole time of a bound launch.
+#: For each attribute, the operations in a file whose times are added.
 OF_FILES = {
     "lease": ("lease",),
     "checkpoint": ("checkpoint",),

@@ -26,7 +26,7 @@ DIFFERENT = 1.15
 INPUTS = {"alone", "other alone", "plain alone"}
 #: The given rate of training, from which the rate on fewer SMs is predicted.
 GIVEN = ("h200", "torch", "graph", "streams", "steps/s")
-#: Rows that parameters were fitted to: (workload, case, arm, figures). `host_costs` and
+#: Rows that parameters were fitted to: (workload, case, arm, figures). `benchmarks.model.hosts` and
 #: `contention` say which parameter was fitted to which row.
 FITTED = (
     ("W1", "spin 0.04 ms", "lease each", ("p50", "p99")),
@@ -124,11 +124,6 @@ def inputs_and_rows() -> tuple[Row, ...]:
         )
         for key, row in _read(MEASURED)
     )
-
-
-def inputs() -> dict[Key, float]:
-    """Return every measured figure by its key, including inputs."""
-    return {row.key: row.value for row in inputs_and_rows()}
 
 
 # -- rankings -------------------------------------------------------------------------------------

@@ -12,9 +12,6 @@ from greensched.capacity.metrics import Latencies
 from greensched.capacity.run import Outcome, Scenario
 from greensched.typing import Granularity
 
-#: The seeds reserved for figures in documents. Development used only seeds 1 to 15.
-EVALUATION_SEEDS = range(101, 106)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:

@@ -134,5 +134,4 @@ def _forked() -> None:
         pool.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
