@@ -449,7 +449,7 @@ def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
     """Memory of one device is refused on another, by each use, and says whose it is."""
 
     async def main() -> None:
-        async with backend.pair("h200x2") as pool, pool.partition(8, device=0) as p:
+        async with backend.pair() as pool, pool.partition(8, device=0) as p:
             with await p.empty(8) as mine:
                 with pytest.raises(
                     greensched.WrongDevice, match="device 0, but is used on device 1"

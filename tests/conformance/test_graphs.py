@@ -126,7 +126,7 @@ def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
         launch(call.stream, config, smids, seen, 100_000)
 
     async def main() -> None:
-        async with backend.pool(prepare=[smids]) as pool, pool.partitions(16, 32) as several:
+        async with backend.pool("h20", prepare=[smids]) as pool, pool.partitions(16, 32) as several:
             with await several[0].upload(none) as seen, await several[0].upload(none) as again:
                 with await several[0].capture(step, seen) as graph:
                     for p in (*several, *several):
@@ -637,7 +637,7 @@ def test_a_graph_is_of_one_device(backend: Backend) -> None:
     """On a partition of another it is refused, before anything is captured there."""
 
     async def main() -> None:
-        async with backend.pair("h20x2") as pool:
+        async with backend.pair() as pool:
             async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
                 target, source = await pair(p)
                 with target, source, await p.capture(copied, target, source) as graph:

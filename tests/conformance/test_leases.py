@@ -73,7 +73,7 @@ def test_elastic_size_takes_what_is_free(backend: Backend) -> None:
     """(8, 64) is granted as soon as 8 are free, with as many up to 64 as are free then."""
 
     async def main() -> None:
-        async with backend.pool() as pool:
+        async with backend.pool("h20") as pool:
             async with pool.partition((8, 64)) as p:
                 assert p.sm_count == 64
             most = pool.devices[0].sm_count

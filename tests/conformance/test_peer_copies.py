@@ -14,23 +14,24 @@ from greensched import LaunchConfig, Partition, Pool, WouldBlock, WrongDevice
 from greensched.device.staging import CHUNK
 from greensched.device.staging_ring import SLOT
 from greensched.kernels import fill
-from helpers.backend import Backend
+from helpers.backend import Backend, Devices
+from helpers.devices import DEVICE
 from helpers.gate import Gate
 from helpers.waiting import still_waits
 
 IS_VERSIONED = False
 
 #: Two devices with a way between them, also of CUDA 13.1, and two kinds of pair without one.
-PAIRS = ("h20x2", "h20x2@13.1", "rtx4090x2", "h20+h200")
+PAIRS = ((DEVICE, DEVICE), "h20x2@13.1", "rtx4090x2", "h20+h200")
 #: Those that are the same on every loop and clock, so they run on one.
 ONCE = PAIRS[1:3]
 RNG = np.random.default_rng(11)
 ONES = np.ones(CHUNK // 4 + 100, np.float32)
 
-pytestmark = pytest.mark.parametrize("pair", PAIRS)
+pytestmark = pytest.mark.parametrize("pair", PAIRS, ids=["alike", *PAIRS[1:]])
 
 
-def two(backend: Backend, pair: str) -> Pool:
+def two(backend: Backend, pair: Devices) -> Pool:
     """A pool over two devices; skips the combinations that other combinations cover."""
     if pair in ONCE and (backend.kind, backend.loop) != ("real", "asyncio"):
         pytest.skip(
@@ -44,7 +45,7 @@ def two(backend: Backend, pair: str) -> Pool:
 
 
 @asynccontextmanager
-async def both(backend: Backend, pair: str) -> AsyncIterator[tuple[Partition, Partition]]:
+async def both(backend: Backend, pair: Devices) -> AsyncIterator[tuple[Partition, Partition]]:
     """A partition of each of the two devices."""
     async with two(backend, pair) as pool:
         async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
@@ -53,7 +54,7 @@ async def both(backend: Backend, pair: str) -> AsyncIterator[tuple[Partition, Pa
 
 @pytest.mark.parametrize("size", [0, 3, SLOT, SLOT + 1, CHUNK, 2 * CHUNK + SLOT + 1])
 def test_what_is_copied_to_another_device_and_back_arrives(
-    backend: Backend, pair: str, size: int
+    backend: Backend, pair: Devices, size: int
 ) -> None:
     """Whatever its size, an array goes to the other device and comes back by either's partition."""
     array = RNG.integers(0, 256, size, np.uint8)
@@ -78,7 +79,7 @@ def test_what_is_copied_to_another_device_and_back_arrives(
 
 @pytest.mark.parametrize("value", [np.ones(8, np.float32), ONES], ids=["small", "large"])
 def test_a_copy_waits_for_the_writer_on_the_other_device(
-    backend: Backend, pair: str, value: np.ndarray
+    backend: Backend, pair: Devices, value: np.ndarray
 ) -> None:
     """It takes what was written before it was submitted, however late, and not what comes later."""
 
@@ -98,7 +99,7 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
     backend.run(main)
 
 
-def test_the_other_device_waits_for_a_copy(backend: Backend, pair: str) -> None:
+def test_the_other_device_waits_for_a_copy(backend: Backend, pair: Devices) -> None:
     """Work that uses the buffer on its own device comes after what was copied into it."""
 
     async def main() -> None:
@@ -117,7 +118,7 @@ def test_the_other_device_waits_for_a_copy(backend: Backend, pair: str) -> None:
     backend.run(main)
 
 
-def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: str) -> None:
+def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: Devices) -> None:
     """Several executors of two devices upload, copy across and download at the same time."""
 
     async def there_and_back(pool: Pool, number: int) -> None:
@@ -139,7 +140,7 @@ def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: str) ->
     backend.run(main)
 
 
-def test_neither_of_this_device_is_refused(backend: Backend, pair: str) -> None:
+def test_neither_of_this_device_is_refused(backend: Backend, pair: Devices) -> None:
     """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
 
     async def main() -> None:
@@ -156,7 +157,7 @@ def test_neither_of_this_device_is_refused(backend: Backend, pair: str) -> None:
     backend.run(main)
 
 
-def test_a_buffer_of_the_other_device_is_not_launched_on(backend: Backend, pair: str) -> None:
+def test_a_buffer_of_the_other_device_is_not_launched_on(backend: Backend, pair: Devices) -> None:
     """Although this device was the last to write it, and no other stream uses it."""
 
     async def main() -> None:

@@ -67,7 +67,7 @@ def test_the_same_size_has_the_same_sms_beside_other_leases(backend: Backend) ->
     """Leases of others come and go; a size of the class is met on one stream."""
 
     async def main() -> None:
-        async with backend.pool(services=CLASSES) as pool:
+        async with backend.pool("h20", services=CLASSES) as pool:
             streams: dict[int, set[int]] = {}
             for others in ((), (16,), (32,), (8, 8)):
                 async with anyio.create_task_group() as tasks:
@@ -128,7 +128,7 @@ def test_other_classes_have_other_executors_at_once(backend: Backend) -> None:
     """After `reconfigure` those of the new sizes are made where they are missing."""
 
     async def main() -> None:
-        async with backend.pool(services=CLASSES) as pool:
+        async with backend.pool("h20", services=CLASSES) as pool:
             pool.reconfigure(services=[ServiceClass("decode", sizes=(24, 40), cap=40)])
             make = Made()
             await pool.prepare_local("decode", make)

@@ -17,7 +17,7 @@ from helpers.waiting import still_waits
 IS_VERSIONED = False
 
 #: Two devices that are alike, and two that differ in SMs and in how they are split.
-ALIKE, UNLIKE = "h20x2", "h200+l40s"
+UNLIKE = "h200+l40s"
 ONE = LaunchConfig(grid=1, block=8)
 ONES = np.ones(8, np.float32)
 
@@ -31,7 +31,7 @@ def test_spread_takes_the_device_with_the_most_free(backend: Backend) -> None:
     """Leases of one size alternate between two devices that are alike."""
 
     async def main() -> None:
-        async with backend.pair(ALIKE, placement="spread") as pool, AsyncExitStack() as stack:
+        async with backend.pair(placement="spread") as pool, AsyncExitStack() as stack:
             found = [await lease(stack, pool.partition(8)) for _ in range(6)]
             assert sorted(found[:2]) == sorted(found[2:4]) == sorted(found[4:]) == [0, 1]
 
@@ -42,7 +42,7 @@ def test_pack_fills_a_device_before_the_other(backend: Backend) -> None:
     """Leases go to the fullest device where they fit; one that does not fit goes to the other."""
 
     async def main() -> None:
-        async with backend.pair(ALIKE, placement="pack") as pool, AsyncExitStack() as stack:
+        async with backend.pair("h20x2", placement="pack") as pool, AsyncExitStack() as stack:
             first = await lease(stack, pool.partition(8))
             assert [await lease(stack, pool.partition(8)) for _ in range(3)] == [first] * 3
             assert await lease(stack, pool.partition(ALL)) == 1 - first
@@ -55,7 +55,7 @@ def test_near_prefers_the_device_of_a_buffer(backend: Backend) -> None:
     """It comes before the placement, and what does not fit there goes to the other device."""
 
     async def main() -> None:
-        async with backend.pair(ALIKE) as pool, AsyncExitStack() as stack:
+        async with backend.pair() as pool, AsyncExitStack() as stack:
             for device in (0, 1):
                 async with pool.partition(8, device=device) as p:
                     x = stack.enter_context(await p.upload(ONES))
@@ -125,7 +125,7 @@ def test_a_device_at_work_delays_nothing_on_the_other(backend: Backend) -> None:
     """While a stream of one device stands still, jobs and leases of the other one go on."""
 
     async def main() -> None:
-        async with backend.pair(ALIKE) as pool, pool.partition(ALL, device=0) as p:
+        async with backend.pair() as pool, pool.partition(ALL, device=0) as p:
             with await p.upload(ONES) as x, await Gate.closed(p) as gate:
                 held = p.download(x)
                 for _ in range(3):
@@ -144,7 +144,7 @@ def test_each_device_may_have_a_pool_of_its_own(backend: Backend) -> None:
     """Two pools of one process share nothing: buffers of one are refused by the other."""
 
     async def main() -> None:
-        driver = backend.two_devices(ALIKE)
+        driver = backend.two_devices()
         async with Pool([0], driver=driver) as one, Pool([1], driver=driver) as two:
             async with one.partition(ALL) as p, two.partition(ALL) as q:
                 assert (p.device_id, q.device_id) == (0, 1)

@@ -18,7 +18,7 @@ import pytest
 from greensched.driver import simulated
 from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import current_adapter
-from helpers.backend import DEVICE
+from helpers.devices import DEVICE
 
 VARIABLE = ContextVar[Any]("VARIABLE")
 LOOPS = ["asyncio", "uvloop"] if sys.platform != "win32" else ["asyncio"]
@@ -48,7 +48,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def looking() -> CompletionPoller:
     """The running loop's, of no pool."""
-    return CompletionPoller(current_adapter(), simulated.open(DEVICE), lambda: 0.0)
+    return CompletionPoller(current_adapter(), simulated.open([DEVICE]), lambda: 0.0)
 
 
 async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> None:

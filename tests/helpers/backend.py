@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, TypeVar
 
@@ -18,13 +18,15 @@ from greensched import Device
 from greensched import driver as drivers
 from greensched.driver import simulated
 from greensched.driver.interface import Driver
+from greensched.driver.simulated.device_models import MEASURED, DeviceModel, parse
 from greensched.typing import Feature
+from helpers.devices import DEVICE
 from helpers.kept import destroy_kept
 
 T = TypeVar("T")
 
-#: The device that tests simulate by default: it has 78 SMs and opens in half an H200's time.
-DEVICE = "h20"
+#: Simulated devices: models, or what `simulated.open` parses.
+Devices = str | Sequence[DeviceModel]
 
 #: Backends without a GPU: both clocks, each on every loop it supports, and the default driver, of
 #: CUDA 13.0, which is the one that was measured.
@@ -39,6 +41,8 @@ SIMULATED = (
 NEWER = tuple(("real", "asyncio", version) for version in ("13.1", "13.4"))
 #: Backends of the CUDA driver, which is a GPU's or the stand-in.
 CUDA = (("cuda", "asyncio"), ("cuda", "uvloop"), ("cuda", "trio"))
+#: Whether the stand-in is a newer driver than the one that was measured.
+IS_NEWER_STANDIN = os.environ.get("STUBCUDA_DRIVER_VERSION", "13000") != "13000"
 
 
 class Backend:
@@ -47,7 +51,10 @@ class Backend:
     def __init__(self, kind: str, loop: str, version: str | None = None) -> None:
         self.kind = kind
         self.loop = loop
-        self.version = version
+        self.version: tuple[int, int] | None = None
+        if version is not None:
+            major, minor = version.split(".")
+            self.version = int(major), int(minor)
         self.clock = simulated.VirtualClock(seed=1) if kind == "virtual" else None
         self._drivers: list[Driver] = []
         self._threads_before = set(threading.enumerate())
@@ -56,30 +63,31 @@ class Backend:
     def is_simulated(self) -> bool:
         return self.kind != "cuda"
 
-    def driver(self, spec: str = DEVICE, **options: Any) -> Driver:
+    def driver(self, spec: Devices = (DEVICE,), **options: Any) -> Driver:
         """Open a driver: a fresh simulated machine, or the process's CUDA driver."""
         if self.kind == "cuda":
             standin_library()  # loads the stand-in, if any, before the first driver call
             found = drivers.open("cuda")
         else:
+            models, version = parse(spec) if isinstance(spec, str) else (spec, MEASURED)
             if self.version is not None and "@" not in spec:
-                spec = f"{spec}@{self.version}"
-            found = simulated.open(spec, clock=self.clock, **options)
+                version = self.version
+            found = simulated.SimulatedDriver(models, version=version, clock=self.clock, **options)
         self._drivers.append(found)
         return found
 
-    def pool(self, spec: str = DEVICE, **options: Any) -> greensched.Pool:
+    def pool(self, spec: Devices = (DEVICE,), **options: Any) -> greensched.Pool:
         """Make a pool on a driver of its own."""
         faults = {k: options.pop(k) for k in ("faults", "without") if k in options}
         if self.kind == "cuda":  # the machine may have several devices
             options.setdefault("devices", [0])
         return greensched.Pool(driver=self.driver(spec, **faults), **options)
 
-    def pair(self, spec: str, **options: Any) -> greensched.Pool:
+    def pair(self, spec: Devices = (DEVICE, DEVICE), **options: Any) -> greensched.Pool:
         """Make a pool over two devices; skip the test on a machine with fewer."""
         return greensched.Pool(driver=self.two_devices(spec), devices=[0, 1], **options)
 
-    def two_devices(self, spec: str, **faults: Any) -> Driver:
+    def two_devices(self, spec: Devices = (DEVICE, DEVICE), **faults: Any) -> Driver:
         """Open a driver with two devices; skip the test on a machine with fewer."""
         driver = self.driver(spec, **faults)
         if not self.is_simulated:  # a simulated driver has the devices of `spec`
@@ -97,6 +105,7 @@ class Backend:
     def check_nothing_left(self) -> None:
         """Fail if the test left a driver object, a misuse or a thread of the library."""
         gc.collect()
+        gc.freeze()  # nothing of it is garbage, so the next test's collection need not look at it
         for driver in self._drivers:
             if isinstance(driver, simulated.SimulatedDriver):
                 assert not driver.live(), driver.live()
@@ -125,7 +134,9 @@ def _with(devices: int, driver: Driver) -> Driver:
 
 
 @contextmanager
-def opened(backend: Backend, spec: str = DEVICE, devices: int = 1) -> Iterator[tuple[Device, ...]]:
+def opened(
+    backend: Backend, spec: Devices = (DEVICE,), devices: int = 1
+) -> Iterator[tuple[Device, ...]]:
     """Open devices on one driver and close them; skip the test on a machine with fewer."""
     driver = _with(devices, backend.driver(spec))
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from greensched import ALL, LaunchConfig, Partition, Pool
 from greensched.driver import simulated
 from greensched.errors import PartitionClosed
 from greensched.kernels import Cost, Kernel, Program
-from helpers.backend import DEVICE
+from helpers.devices import DEVICE
 
 
 class SlowCompiler:
@@ -65,7 +65,7 @@ def test_a_cancelled_lease_does_not_wait_for_the_compiler(
     """Its SMs are granted again while its kernel is still being compiled."""
 
     async def main() -> None:
-        async with Pool(driver=simulated.open(DEVICE)) as pool:
+        async with Pool(driver=simulated.open([DEVICE])) as pool:
 
             async def lease() -> None:
                 async with pool.partition(ALL) as p:
@@ -89,7 +89,7 @@ def test_a_job_of_a_cancelled_lease_says_why_it_did_not_run(
     """Its other waiters get `PartitionClosed`; the job of a lease that ends normally runs."""
 
     async def main() -> None:
-        async with Pool(driver=simulated.open(DEVICE)) as pool:
+        async with Pool(driver=simulated.open([DEVICE])) as pool:
             with pytest.raises(LookupError):
                 async with pool.partition(ALL) as p:
                     job = p.launch(LaunchConfig(grid=1, block=1), new_kernel())
