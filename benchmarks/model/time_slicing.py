@@ -55,7 +55,7 @@ class Turns:
         await asyncio.wait([self._left], timeout=left / 1e9)
 
 
-class SlicedClient:
+class SlicedClient(Client):
     """A client that runs only in its slices. Long kernels are split, as a slice's end preempts."""
 
     def __init__(self, inner: Client, turns: Turns, name: str) -> None:

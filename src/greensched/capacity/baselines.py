@@ -24,7 +24,7 @@ from greensched.device.splitting import SMResourceOptions
 from greensched.driver.simulated import Span
 
 
-class StreamClient:
+class StreamClient(Client):
     """Submits to its own stream, which nothing protects from other streams."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Batched(Streams):
         return Batching(self.budget, self.interval, self.together)
 
 
-class SemaphoreClient:
+class SemaphoreClient(Client):
     """Waits for a permit before each pass, first come, first served."""
 
     def __init__(self, inner: Client, permits: asyncio.Semaphore) -> None:
@@ -200,12 +200,12 @@ class Gate:
             await future
 
 
-class GatedClient:
+class GatedClient(Client):
     """Submits no piece while a higher class is working."""
 
     def __init__(self, inner: Client, gate: Gate, priority: int) -> None:
-        self.target_aware = getattr(inner, "target_aware", False)
-        self.blocks = getattr(inner, "blocks", 0)
+        self.target_aware = inner.target_aware
+        self.blocks = inner.blocks
         self._inner = inner
         self._gate = gate
         self._priority = priority

@@ -111,10 +111,6 @@ class ElasticClient(ClassClient):
         if lease is not None:
             await lease.__aexit__(None, None, None)
 
-    async def close(self) -> None:
-        """Release the lease."""
-        await self.idle()
-
 
 @dataclass
 class Elastic(Classes):

@@ -12,7 +12,7 @@ from greensched.capacity.host_costs import NO_COSTS, HostCosts
 from greensched.capacity.interference import PUBLISHED, Guard
 from greensched.capacity.machine import KernelRun, Machine
 from greensched.capacity.servers import Decode, Loop, Prefill, Requests, Samples, Server
-from greensched.capacity.strategies import Batching, Clients, Strategy
+from greensched.capacity.strategies import Clients, Strategy
 from greensched.capacity.traffic import Arrival, Traffic
 from greensched.capacity.workload import ServiceProfile
 from greensched.typing import Granularity
@@ -178,15 +178,14 @@ class _ServerGroup:
 
     def _server(self, device: int, service: ServiceProfile, clients: Clients) -> Server:
         machine, client = self._machine, clients(device, service)
-        batching: Batching | None = getattr(client, "batching", None)
         if service.role == "prefill":
             decode = self._decoders.get(device)
             if isinstance(decode, Engine):
                 return PromptQueue(machine, device, service, client, decode)
             return Prefill(machine, device, service, client, decode)
         if service.role == "decode":
-            if batching is not None:
-                decode = Engine(machine, device, service, client, batching)
+            if client.batching is not None:
+                decode = Engine(machine, device, service, client, client.batching)
             else:
                 decode = Decode(machine, device, service, client)
             self._decoders[device] = decode

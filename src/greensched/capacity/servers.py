@@ -10,7 +10,7 @@ import abc
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from greensched.capacity.machine import Machine
@@ -54,14 +54,6 @@ class Samples:
         self.weight.append(weight)
 
 
-def _ignore_latency(_latency: float, _weight: int) -> None:
-    """Do nothing, because most strategies do not use latencies."""
-
-
-async def _keep() -> None:
-    """Do nothing, because most strategies hold no lease, or hold one all the time."""
-
-
 class Server(abc.ABC):
     """Queues requests and runs them on a client, in a task that ends when it is cancelled."""
 
@@ -79,13 +71,7 @@ class Server(abc.ABC):
         self._trace = machine.traces[device]
         self._queue: deque[Arrival] = deque()
         self._arrived: asyncio.Future[None] | None = None
-        #: Called with each latency and its weight.
-        self._on_latency: Callable[[float, int], None] = getattr(
-            client, "record_latency", _ignore_latency
-        )
-        #: Awaited when there is no work.
-        self._on_idle: Callable[[], Awaitable[None]] = getattr(client, "idle", _keep)
-        self._blocks = getattr(client, "blocks", 0) or service.blocks
+        self._blocks = client.blocks or service.blocks
 
     def take(self, arrival: Arrival) -> None:
         """Queue a request."""
@@ -121,7 +107,7 @@ class Server(abc.ABC):
     async def _wait_for_work(self) -> None:
         """Wait until woken. The client may release what it holds."""
         self._arrived = asyncio.get_running_loop().create_future()
-        await self._on_idle()
+        await self._client.idle()
         await self._arrived
 
     async def _run(self, pieces: list[int], since: list[float]) -> float:
@@ -146,7 +132,7 @@ class Requests(Server):
             served = await self._run([round(arrival.cost / number * 1e9)] * number, [arrival.at])
             latency = self._now() - arrival.at
             self.samples.add(arrival.at, latency, served)
-            self._on_latency(latency, 1)
+            self._client.record_latency(latency, 1)
             self.samples.done += arrival.cost
             self.load -= 1
 
@@ -158,7 +144,7 @@ class Loop(Server):
         """Run pieces, and count the work."""
         piece = round(self.service.segment * 1e9)
         number = self.service.depth
-        if getattr(self._client, "joins_pieces", False):
+        if self._client.joins_pieces:
             number = max(number, round(JOINED_S / self.service.segment))
         pieces = [piece] * number
         while True:
@@ -185,7 +171,7 @@ class Prefill(Server):
     ) -> None:
         super().__init__(machine, device, service, client)
         self._decode = decode
-        self._target_aware = getattr(client, "target_aware", False)
+        self._target_aware = client.target_aware
         #: Prompts that were read but whose first token is not released, and how long each ran.
         self._pending_tokens: list[tuple[Arrival, float]] = []
         if decode is not None and self._target_aware:
@@ -229,7 +215,7 @@ class Prefill(Server):
         """Release a prompt's first token. The gap to the next token begins now."""
         now = self._now()
         self.samples.add(arrival.at, now - arrival.at, served)
-        self._on_latency(now - arrival.at, 1)
+        self._client.record_latency(now - arrival.at, 1)
         self.load -= 1
         if self._decode is not None and arrival.generated > 1:
             self._decode.take(replace(arrival, at=now))
@@ -325,10 +311,10 @@ class Decode(Server):
         now, self._step = self._now(), self._step + 1
         for at in joined:
             self.samples.add(at, now - at, served)
-            self._on_latency(now - at, 1)
+            self._client.record_latency(now - at, 1)
         if batch > len(joined):
             self.samples.add(began, now - self._last, served, batch - len(joined))
-            self._on_latency(now - self._last, batch - len(joined))
+            self._client.record_latency(now - self._last, batch - len(joined))
         self.samples.done += seconds
         self._last = now
         while ends and ends[0] <= self._step:

@@ -44,18 +44,30 @@ class Batching:
     together: bool = True
 
 
-class Client(Protocol):
-    """Runs the work of one class on one device.
+class Client:
+    """Runs the work of one class on one device. Strategies inherit from it.
 
-    A client may have more members: `target_aware` (its server schedules by targets, see
-    `servers.Prefill`), `joins_pieces` (pieces of a loop may run as one), `blocks` (the segments of
-    a pass, instead of the class's), `batching` (see `engine`), `record_latency(seconds, weight)`,
-    which is called with each latency, and `idle()`, which is awaited when its server has no more
-    work.
+    Attributes:
+        target_aware: Whether its server schedules by targets, see `servers.Prefill`.
+        joins_pieces: Whether pieces of a loop may run as one.
+        blocks: The segments of a pass; 0 for the class's.
+        batching: How one engine batches prompts and tokens. None: they have a server each.
     """
+
+    target_aware: bool = False
+    joins_pieces: bool = False
+    blocks: int = 0
+    batching: Batching | None = None
 
     async def run(self, pieces: Pieces) -> None:
         """Run a pass to its end."""
+        raise NotImplementedError
+
+    def record_latency(self, latency: float, weight: int) -> None:
+        """Learn the latency of a number of requests or tokens."""
+
+    async def idle(self) -> None:
+        """Release what is held only while there is work, because there is none."""
 
 
 #: Returns the client of a class on a device.
@@ -95,7 +107,7 @@ def pool_of(machine: Machine, **options: Any) -> Pool:
     return pool
 
 
-class HeldLeaseClient:
+class HeldLeaseClient(Client):
     """Runs all passes in one lease, which it always holds."""
 
     def __init__(
@@ -184,7 +196,7 @@ class Alone(Split):
         return dict.fromkeys(machine.services, ALL)
 
 
-class LeaseClient:
+class LeaseClient(Client):
     """Takes a lease for each piece, or for each pass if `whole`.
 
     The default size is the class's reserve, up to its cap.
@@ -222,9 +234,6 @@ class LeaseClient:
                 await self._machine.spend(self._machine.host.awaited)
                 await p.launch(self._config, self._kernel, sum(some))
 
-    async def close(self) -> None:
-        """Do nothing, because no lease is held between passes."""
-
 
 @dataclass
 class Fifo:
@@ -253,7 +262,7 @@ class Fifo:
             }
             yield lambda device, service: clients[device, service.name]
             for client in clients.values():
-                await client.close()
+                await client.idle()
 
     def client(
         self, machine: Machine, pool: Pool, device: int, service: ServiceProfile
