@@ -184,6 +184,23 @@ def test_the_image_is_live() -> None:
     assert image.kernels["late"] is late.spec
 
 
+def test_a_kernel_that_can_be_got_can_be_loaded() -> None:
+    """A thread that gets a kernel while another makes it finds it in the image already."""
+    program = Program(SOURCE)
+    image = program.image(b"cubin")
+    seen = []
+
+    class Watched(dict[str, Any]):
+        def setdefault(self, name: str, made: Any = None) -> Any:
+            found = super().setdefault(name, made)
+            seen.append(image.kernels.get(name) is found.spec)  # as another thread would here
+            return found
+
+    program._kernels = Watched()
+    program.kernel("scale")
+    assert seen == [True]
+
+
 def test_compiling_asks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program is compiled with its own source, name and options for the architecture asked."""
 

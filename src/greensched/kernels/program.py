@@ -112,8 +112,9 @@ class Program:
         known = self._kernels.get(name)
         if known is None:
             read = self._read(name) if parameters is None else _checked(name, parameters)
-            known = self._kernels.setdefault(name, Kernel(self, KernelSpec(name, read)))
-            self._specs[name] = known.spec
+            # First, because another thread may load a kernel as soon as it can get it.
+            spec = self._specs.setdefault(name, KernelSpec(name, read))
+            known = self._kernels.setdefault(name, Kernel(self, spec))
         if parameters is not None and tuple(parameters) != known.parameters:
             raise InvalidRequest(
                 f"{known!r} exists already with other parameters than {parameters!r}: leave "
