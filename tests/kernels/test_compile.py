@@ -45,7 +45,7 @@ class CubinDriver:
     def load_kernel(self, kernel: KernelHandle) -> None: ...
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
-        return KernelLimits(1024, 0, 32, 0)
+        return KernelLimits(1024, 0, 0)
 
     def limit(self, limit: Limit) -> int:
         return 1024

@@ -70,7 +70,7 @@ class FakeDriver(HostServices):
 
     def kernel_limits(self, kernel: KernelHandle, device: int) -> KernelLimits:
         assert device == 0
-        return KernelLimits(1024, 0, 32, self.local_bytes.get(str(kernel), 0))
+        return KernelLimits(1024, 0, self.local_bytes.get(str(kernel), 0))
 
     def limit(self, limit: Limit) -> int:
         assert limit is Limit.STACK

@@ -234,7 +234,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_static_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is allowed all that its static part leaves, where both together need asking."""
     driver = simulated.open("h200")
-    static = KernelLimits(1024, 32 * 1024, 32, 0)
+    static = KernelLimits(1024, 32 * 1024, 0)
     monkeypatch.setattr(driver, "kernel_limits", lambda *_: static)
     asked: list[int] = []
     monkeypatch.setattr(driver, "allow_shared", lambda *given: asked.append(given[-1]))

@@ -84,7 +84,6 @@ class KernelLimits:
 
     max_threads_per_block: int
     static_shared_bytes: int
-    registers: int
     local_bytes: int
 
 

@@ -92,7 +92,6 @@ class Modules(Driver):
         return KernelLimits(
             limit("MAX_THREADS_PER_BLOCK"),
             limit("SHARED_SIZE_BYTES"),
-            limit("NUM_REGS"),
             limit("LOCAL_SIZE_BYTES"),
         )
 

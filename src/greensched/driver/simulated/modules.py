@@ -112,7 +112,7 @@ class Modules(Component):
         """Return the device's limits, because a reference implementation uses no registers."""
         self._kernel(kernel, "kernel_limits")
         facts = self.machine.device(device).model.facts(device)
-        return KernelLimits(facts.max_threads_per_block, 0, 32, 0)
+        return KernelLimits(facts.max_threads_per_block, 0, 0)
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
         """Remember the opt-in."""
