@@ -54,7 +54,7 @@ def one_of(name: str, value: object, known: tuple[object, ...]) -> object:
     Raises:
         InvalidRequest: The value is not allowed.
     """
-    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+    if not any(value is option or (isinstance(value, str) and value == option) for option in known):
         raise InvalidRequest(f"{name}={value!r}: give {' or '.join(map(repr, known))}")
     return value
 

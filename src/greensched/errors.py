@@ -114,7 +114,7 @@ class InvalidSplit(InvalidRequest):
         self.sm_count = sm_count
         self.why = why
         self.nearest = nearest
-        groups = ", ".join("the largest size" if one is None else str(one) for one in asked)
+        groups = ", ".join("the largest size" if count is None else str(count) for count in asked)
         instead = f"ask for {', '.join(map(str, nearest))}" if nearest else "no split is possible"
         super().__init__(f"{sm_count} SMs cannot be cut into groups of {groups}: {why}; {instead}")
 

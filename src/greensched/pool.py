@@ -456,13 +456,15 @@ class Pool(Uncopyable):
     def hung(self) -> tuple[DeviceHung, ...]:
         """An error for each executor on which work hangs now (see `hang_after`). Never waits."""
         pools = self._lifecycle.device_pools
-        executors = [one for each in pools for one in tuple(each.executors.values())]
-        return tuple(one.hang for one in executors if one.hang is not None)
+        executors = [
+            executor for device_pool in pools for executor in tuple(device_pool.executors.values())
+        ]
+        return tuple(executor.hang for executor in executors if executor.hang is not None)
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices, in the order they were given; empty before the pool is open."""
-        return tuple(each.device for each in self._lifecycle.device_pools)
+        return tuple(device_pool.device for device_pool in self._lifecycle.device_pools)
 
     def statistics(self) -> PoolStatistics:
         """Return figures of what the pool holds and has done, all from one moment."""
@@ -542,7 +544,10 @@ class Pool(Uncopyable):
             InvalidSize, InvalidRequest: The sizes are invalid on any device.
             PoolClosed: The pool is not open; only an open pool has split its devices.
         """
-        return tuple(preview(each.device, each.cells, sizes) for each in self._manager.device_pools)
+        return tuple(
+            preview(device_pool.device, device_pool.cells, sizes)
+            for device_pool in self._manager.device_pools
+        )
 
     async def verify(self) -> Verification:
         """Prove on each device that partitions share no SM.
@@ -554,7 +559,10 @@ class Pool(Uncopyable):
             VerificationFailed: Two partitions shared an SM, or a kernel did not run on all SMs of
                 its partition.
         """
-        cells = {each.device.ordinal: each.cells for each in self._manager.device_pools}
+        cells = {
+            device_pool.device.ordinal: device_pool.cells
+            for device_pool in self._manager.device_pools
+        }
         return await verify(self.partitions, cells)
 
     def __repr__(self) -> str:

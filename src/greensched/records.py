@@ -27,7 +27,7 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record's name and its fields, as values for `json.dumps`."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
         return {"record": type(self).__name__, **values}
 
 

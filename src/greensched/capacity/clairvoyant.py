@@ -58,7 +58,7 @@ class Frontier:
     def __init__(
         self, first: SpeedupCurve, second: SpeedupCurve, sms: Sequence[int], guard: Guard
     ) -> None:
-        hulls = [_hull(first, second, each, guard) for each in sms]
+        hulls = [_hull(first, second, device_sms, guard) for device_sms in sms]
         # The sum of the hulls consists of all their edges, flattest first.
         edges = sorted(
             (
@@ -197,11 +197,11 @@ class _Prompts:
         """Queue a prompt."""
         if not self.is_waiting:
             self._since.clear()
-        one = _Prompt(arrival, self._capacity, self._prefill.seconds(arrival.context))
-        one.done = max(one.came, self._since[-1].done if self._since else 0.0) + one.work
-        self._since.append(one)
-        self._due.append(one)
-        self._read.append(one)
+        prompt = _Prompt(arrival, self._capacity, self._prefill.seconds(arrival.context))
+        prompt.done = max(prompt.came, self._since[-1].done if self._since else 0.0) + prompt.work
+        self._since.append(prompt)
+        self._due.append(prompt)
+        self._read.append(prompt)
 
     def work(self, capacity: float) -> None:
         """Add capacity for prompts."""
@@ -211,11 +211,11 @@ class _Prompts:
         """Give up prompts until all those due by now are in time; return the ones given up."""
         given_up = []
         while self._due and self._due[0].arrival.at + self._target <= now:
-            one = self._due[0]
-            if one.is_given_up or one.done <= self._capacity:
+            prompt = self._due[0]
+            if prompt.is_given_up or prompt.done <= self._capacity:
                 self._due.popleft()
                 continue
-            worst = self._worst(self._since.index(one) + 1)
+            worst = self._worst(self._since.index(prompt) + 1)
             worst.is_given_up = True
             given_up.append(worst.arrival)
             self._since.remove(worst)
@@ -235,26 +235,26 @@ class _Prompts:
         after = [0.0] * (number + 1)
         for i in range(number - 1, -1, -1):
             after[i] = max(ends[i], after[i + 1])
-        before, found, least = -math.inf, some[-1], math.inf
-        for i, one in enumerate(some):
-            end = max(before - one.work, after[i + 1])
+        before, worst, least = -math.inf, some[-1], math.inf
+        for i, prompt in enumerate(some):
+            end = max(before - prompt.work, after[i + 1])
             if end < least:
-                found, least = one, end
+                worst, least = prompt, end
             before = max(before, ends[i])
-        return found
+        return worst
 
     def to_decode(self, now: float, *, is_late: bool) -> list[Arrival]:
         """Return the prompts that must be decoded now; if not `is_late`, all that can be."""
-        found = []
+        arrivals = []
         while self._read:
-            one = self._read[0]
-            due = one.arrival.at + self._target if is_late else now
-            if not one.is_given_up and (one.done > self._capacity or due > now):
+            prompt = self._read[0]
+            due = prompt.arrival.at + self._target if is_late else now
+            if not prompt.is_given_up and (prompt.done > self._capacity or due > now):
                 break
             self._read.popleft()
-            if not one.is_given_up:
-                found.append(one.arrival)
-        return found
+            if not prompt.is_given_up:
+                arrivals.append(prompt.arrival)
+        return arrivals
 
 
 class _Tokens:

@@ -91,13 +91,13 @@ class PromptQueue(Prefill):
                 if not self._queue:
                     break
                 self._reading.append(_Reading(self.pick(), self._now()))
-            one = self._reading[-1]
-            end = min(one.arrival.context, one.read + left)
+            reading = self._reading[-1]
+            end = min(reading.arrival.context, reading.read + left)
             service = self.service
-            long += long_seconds(service, end) - long_seconds(service, one.read)
-            apart += service.seconds(end) - service.seconds(one.read)
-            left -= end - one.read
-            one.read = end
+            long += long_seconds(service, end) - long_seconds(service, reading.read)
+            apart += service.seconds(end) - service.seconds(reading.read)
+            left -= end - reading.read
+            reading.read = end
         return budget - left, long, apart
 
     async def read(self, seconds: float) -> None:
@@ -107,17 +107,19 @@ class PromptQueue(Prefill):
     def finish_pass(self, seconds: float) -> None:
         """Release the first tokens of prompts that a pass of this many seconds has finished."""
         reading, self._reading = self._reading, []
-        for one in reading:
-            one.served += seconds
-            if one.read < one.arrival.context:
-                self._reading.append(one)
+        for prompt in reading:
+            prompt.served += seconds
+            if prompt.read < prompt.arrival.context:
+                self._reading.append(prompt)
                 continue
-            self._note_stretch(self._now() - one.began, self.service.seconds(one.arrival.context))
-            self._release_token(one.arrival, one.served)
+            self._note_stretch(
+                self._now() - prompt.began, self.service.seconds(prompt.arrival.context)
+            )
+            self._release_token(prompt.arrival, prompt.served)
 
     def waiting(self) -> list[float]:
         """Return the arrival time of each prompt whose first token is not released."""
-        return [*super().waiting(), *(one.arrival.at for one in self._reading)]
+        return [*super().waiting(), *(reading.arrival.at for reading in self._reading)]
 
     def _wake(self) -> None:
         self._engine.wake()

@@ -54,21 +54,23 @@ def run_experiment(
 
     quiet = min(QUIET, rates[0] or 1 / source.saturation)
     by_seed = [alone(Alone(), scenario, source.traffic(quiet, s), s) for s in seeds]
-    latencies = {name: [of_outcome(each[name])[name] for each in by_seed] for name in classes}
+    latencies = {
+        name: [of_outcome(outcomes[name])[name] for outcomes in by_seed] for name in classes
+    }
     medians, p99 = (
         {
-            name: metrics.interval([each.whole.percentile(part) for each in found])[0]
-            for name, found in latencies.items()
+            name: metrics.interval([run.whole.percentile(part) for run in runs])[0]
+            for name, runs in latencies.items()
         }
         for part in (0.5, 0.99)
     )
     alone_rate = {
-        name: sum(each.rate for each in found) / len(found) for name, found in latencies.items()
+        name: sum(run.rate for run in runs) / len(runs) for name, runs in latencies.items()
     }
     classes = _with_targets(classes, medians, experiment)
     late_after = {name: service.latency for name, service in classes.items()}
     scenario = replace(scenario, services=classes, late_after=late_after)
-    quiet_runs = [outcome for each in by_seed for outcome in each.values()]
+    quiet_runs = [outcome for outcomes in by_seed for outcome in outcomes.values()]
     simulated = sum(outcome.seconds + outcome.drained for outcome in quiet_runs)
     results = Results(
         experiment, scenario, source.saturation, {}, p99, alone_rate, [], {}, simulated
@@ -118,10 +120,10 @@ class _TrafficSource:
         factor = self._factor(rate)
         seconds = self.experiment.seconds * factor
         if self._whole is not None:
-            found = faster(window(self._whole, seconds, seed), factor)
+            arrivals = faster(window(self._whole, seconds, seed), factor)
         else:
-            found = faster(generate(self.experiment.generator, seconds, seed), factor)
-        return [arrival for arrival in found if arrival.at < self.experiment.seconds]
+            arrivals = faster(generate(self.experiment.generator, seconds, seed), factor)
+        return [arrival for arrival in arrivals if arrival.at < self.experiment.seconds]
 
     def _factor(self, rate: float) -> float:
         return rate * self.saturation if rate else 1.0
@@ -199,7 +201,7 @@ def _with_latencies(
     Raises:
         InvalidRequest: There is no such class, or a target is not above 0.
     """
-    found = dict(classes)
+    updated = dict(classes)
     for key, seconds in slo.items():
         role = SLO_ROLES.get(key)
         names = [n for n, s in classes.items() if n == key or (role and s.role == role)]
@@ -209,8 +211,8 @@ def _with_latencies(
                 f"{[n for n, s in classes.items() if not s.is_best_effort]}, or for 'first' and "
                 "'between' of a language model"
             )
-        found[names[0]] = replace(found[names[0]], latency=seconds)
-    return found
+        updated[names[0]] = replace(updated[names[0]], latency=seconds)
+    return updated
 
 
 def _with_targets(
@@ -222,9 +224,9 @@ def _with_targets(
         InvalidRequest: No request of a class finished in its run without other classes, so its
         target is undefined.
     """
-    found = {}
+    updated = {}
     for name, service in classes.items():
-        found[name] = service
+        updated[name] = service
         is_given = service.latency and not experiment.multiple
         if service.is_best_effort or is_given:
             continue
@@ -234,8 +236,8 @@ def _with_targets(
                 "seconds, or a longer trace"
             )
         multiple = experiment.multiple or service.target
-        found[name] = replace(service, latency=multiple * medians[name])
-    return found
+        updated[name] = replace(service, latency=multiple * medians[name])
+    return updated
 
 
 def _is_late(results: Results, name: str) -> bool:

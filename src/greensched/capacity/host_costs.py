@@ -69,14 +69,14 @@ def load(path: Path) -> HostCosts:
         InvalidRequest: The file cannot be read, or a cost is invalid.
     """
     try:
-        given = json.loads(path.read_text()).get("host", {})
+        costs = json.loads(path.read_text()).get("host", {})
         return HostCosts(
             **{
                 name: HostCost(
-                    *(sum(float(given[op][part]) for op in ops) for part in ("p50_us", "p99_us"))
+                    *(sum(float(costs[op][part]) for op in ops) for part in ("p50_us", "p99_us"))
                 )
                 for name, ops in OF_FILES.items()
-                if all(op in given for op in ops)
+                if all(op in costs for op in ops)
             }
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -54,12 +54,12 @@ def slowdowns(
     """
 
     def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:
-        found = [kinds.get(name, "") for name, _ in at_work]
+        working = [kinds.get(name, "") for name, _ in at_work]
         by = []
         for i, (_, sms) in enumerate(at_work):
-            others = {kind for j, kind in enumerate(found) if j != i}
-            met = [guard[found[i], other] for other in others if (found[i], other) in guard]
-            by.append(max((factor(each, sms) for each in met), default=1.0))
+            others = {kind for j, kind in enumerate(working) if j != i}
+            met = [guard[working[i], other] for other in others if (working[i], other) in guard]
+            by.append(max((factor(factors, sms) for factors in met), default=1.0))
         return by
 
     return slowed

@@ -70,7 +70,7 @@ class SpeedupCurve:
         if not all(0 < ms < float("inf") for ms in self.ms):
             raise InvalidRequest(f"curve {self.name!r}: ms={self.ms!r}: give finite times above 0")
         rising = all(a < b for a, b in pairwise(self.sizes))
-        sane = all(0 < each < float("inf") for each in self.seconds)
+        sane = all(0 < value < float("inf") for value in self.seconds)
         if not (rising and sane and len(self.sizes) == len(self.seconds)):
             raise InvalidRequest(
                 f"curve {self.name!r}: sizes={self.sizes!r}, seconds={self.seconds!r}: give rising "
@@ -100,21 +100,21 @@ class SpeedupCurve:
         """
         if seconds and self.by_size:
             return self._slowdown_of(sms, seconds)
-        found = self._slower.get(sms)
-        if found is None:
-            found = self._slower[sms] = self.at(sms) / self.ms[-1]
-        return found
+        slower = self._slower.get(sms)
+        if slower is None:
+            slower = self._slower[sms] = self.at(sms) / self.ms[-1]
+        return slower
 
     def _slowdown_of(self, sms: int, seconds: float) -> float:
         """Interpolate between the passes that take less and more on the whole device."""
-        found = self._by_size.get(sms)
-        if found is None:
-            found = self._by_size[sms] = [self._on(sms, row) / row[-1] for row in self.by_size]
+        slower = self._by_size.get(sms)
+        if slower is None:
+            slower = self._by_size[sms] = [self._on(sms, row) / row[-1] for row in self.by_size]
         high = bisect_left(self.seconds, seconds)
-        if high in (0, len(found)):
-            return found[min(high, len(found) - 1)]
+        if high in (0, len(slower)):
+            return slower[min(high, len(slower) - 1)]
         low, up = self.seconds[high - 1 : high + 1]
-        return found[high - 1] + (seconds - low) / (up - low) * (found[high] - found[high - 1])
+        return slower[high - 1] + (seconds - low) / (up - low) * (slower[high] - slower[high - 1])
 
     @cached_property
     def flat(self) -> float:
@@ -202,17 +202,17 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
 
 
 def _curve(name: str, table: dict[str, Any], path: Path) -> SpeedupCurve:
-    ms = tuple(float(each) for each in table["ms"])
+    ms = tuple(float(value) for value in table["ms"])
     by_size = table.get("ms_by_size", [])
     seconds = tuple(float(row[-1]) / 1e3 for row in by_size)
     moved = table.get("bytes") or [0.0]
     return SpeedupCurve(
         name,
-        tuple(int(each) for each in table["sms"]),
+        tuple(int(value) for value in table["sms"]),
         ms,
         bool(table.get("fills", True)),
         str(table.get("source", path)),
-        tuple(int(each) for each in table.get("sizes", [])),
+        tuple(int(value) for value in table.get("sizes", [])),
         seconds,
         tuple(tuple(map(float, row)) for row in by_size),
         bandwidth=float(moved[-1]) / seconds[-1] if seconds else 0.0,

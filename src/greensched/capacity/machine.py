@@ -78,7 +78,7 @@ class Machine:
         granularity: Granularity = "coscheduled",
         host: HostCosts = NO_COSTS,
     ) -> None:
-        found, version = models(spec)
+        gpu_models, version = models(spec)
         kinds = {name: service.curve.name for name, service in services.items()}
         slowed = slowdowns(guard, kinds)
         self.clock = VirtualClock(seed)
@@ -87,24 +87,24 @@ class Machine:
         self.host = host
         self._host_times = random.Random(f"host {seed}")
         self.driver = SimulatedDriver(
-            [replace(model, interference=slowed) for model in found],
+            [replace(model, interference=slowed) for model in gpu_models],
             version=version,
             clock=self.clock,
             faults=(),
             without=(),
             strict_events=version != device_models.MEASURED,
         )
-        self.sms = [model.sm_count for model in found]
+        self.sms = [model.sm_count for model in gpu_models]
         self.kernels = kernels(services.values())
         self.configs = {
             name: [
                 service.curve.config(facts.sm_count, facts.max_threads_per_sm, waves(service))
-                for facts in (model.facts(0) for model in found)
+                for facts in (model.facts(0) for model in gpu_models)
             ]
             for name, service in services.items()
         }
         #: The kernels that ran on each device, in the order of their ends.
-        self.traces: list[list[KernelRun]] = [[] for _ in found]
+        self.traces: list[list[KernelRun]] = [[] for _ in gpu_models]
         #: Returns the number of leases that the strategy's pool has granted.
         self.granted: Callable[[], int] = lambda: 0
         self._listeners: dict[tuple[int, str], Callable[[Span], None]] = {}
@@ -171,14 +171,15 @@ def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
     """Make a kernel for each class, which does nothing but take the time of the class's curve."""
     named = list(services)
     source = "".join(
-        f'extern "C" __global__ void {each.name}(unsigned long long ns) {{}}\n' for each in named
+        f'extern "C" __global__ void {service.name}(unsigned long long ns) {{}}\n'
+        for service in named
     )
     program = Program(source, name="simulation.cu")
     made = {}
-    for each in named:
-        kernel = made[each.name] = program.kernel(each.name)
+    for service in named:
+        kernel = made[service.name] = program.kernel(service.name)
         kernel.reference(_nothing)
-        kernel.cost(functools.partial(_cost, each.curve))
+        kernel.cost(functools.partial(_cost, service.curve))
     return made
 
 

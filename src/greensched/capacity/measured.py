@@ -111,8 +111,8 @@ def _key(row: dict[str, str]) -> Key:
 @functools.cache
 def inputs_and_rows() -> tuple[Row, ...]:
     """Read every measured figure, with its prediction if there is one."""
-    found = _read(PREDICTED) if PREDICTED.exists() else ()  # the command creates it again
-    predicted = {key: float(row["value"]) for key, row in found}
+    predictions = _read(PREDICTED) if PREDICTED.exists() else ()  # the command creates it again
+    predicted = {key: float(row["value"]) for key, row in predictions}
     return tuple(
         Row(
             key,
@@ -145,11 +145,11 @@ class Ranking:
         return (a < b) == (self.better.value < self.worse.value)
 
 
-def rankings(found: Sequence[Row]) -> list[Ranking]:
+def rankings(figures: Sequence[Row]) -> list[Ranking]:
     """Return every pair of arms of a workload, case and figure that differ by more than 15 %."""
     pairs = []
-    for i, a in enumerate(found):
-        for b in found[i + 1 :]:
+    for i, a in enumerate(figures):
+        for b in figures[i + 1 :]:
             same = (*a.key[:3], a.key[4]) == (*b.key[:3], b.key[4])
             if not same or a.key[1] == "bandwidth":
                 continue
@@ -164,25 +164,26 @@ def rankings(found: Sequence[Row]) -> list[Ranking]:
 
 def summary() -> list[str]:
     """Return the first lines of a report: how accurate the model is on GPUs."""
-    found = rows()
-    held_out = [row for row in found if not row.is_fitted]
-    pairs = rankings(found)
+    figures = rows()
+    held_out = [row for row in figures if not row.is_fitted]
+    pairs = rankings(figures)
     right = sum(pair.is_right for pair in pairs)
     chosen = choices().values()
     groups: dict[str, list[Row]] = {}
-    for row in found:
+    for row in figures:
         groups.setdefault(row.key[1], []).append(row)
     parts = ", ".join(
-        f"{name} {sum(row.is_within for row in each)}/{len(each)}" for name, each in groups.items()
+        f"{name} {sum(row.is_within for row in group)}/{len(group)}"
+        for name, group in groups.items()
     )
     first = (
-        f"model: {_share(found)} figures measured on an H100 or H200 are within {WITHIN:.0%}; of "
+        f"model: {_share(figures)} figures measured on an H100 or H200 are within {WITHIN:.0%}; of "
         f"those that nothing was fitted to {_share(held_out)}"
     )
     second = (
         f"model: {right} of {len(pairs)} pairs of arms that differ by {DIFFERENT - 1:.0%} are in "
         f"the measured order; the best arm is right in "
-        f"{sum(each[2] for each in chosen)} of {len(chosen)} cases; within: {parts}"
+        f"{sum(choice[2] for choice in chosen)} of {len(chosen)} cases; within: {parts}"
     )
     return [first, second]
 
@@ -205,27 +206,27 @@ def choices() -> dict[tuple[str, str, str, str], tuple[str, str, bool]]:
         gpu, workload, case, _, figure = row.key
         if figure in dict(CHOSEN_BY.get(workload, ())) and not row.is_input:
             arms.setdefault((gpu, workload, case, figure), []).append(row)
-    found = {}
+    best_arms = {}
     for where, some in arms.items():
         more = dict(CHOSEN_BY[where[1]])[where[3]]
         best = _best({row: row.value for row in some}, more=more)
         if len(some) > 1 and (best.is_known or not more):
             chosen = _best({row: row.predicted for row in some}, more=more)
             a, b = (best, chosen) if more else (chosen, best)
-            found[where] = best.key[3], chosen.key[3], a.value <= DIFFERENT * b.value
-    return found
+            best_arms[where] = best.key[3], chosen.key[3], a.value <= DIFFERENT * b.value
+    return best_arms
 
 
-def _best(found: Mapping[Row, float | None], *, more: bool) -> Row:
+def _best(values: Mapping[Row, float | None], *, more: bool) -> Row:
     """Return the best row; one without a value is the worst."""
 
     def rank(row: Row) -> float:
-        value = found[row]
+        value = values[row]
         return math.inf if value is None else -value if more else value
 
-    return min(found, key=rank)
+    return min(values, key=rank)
 
 
-def _share(found: Sequence[Row]) -> str:
-    within = sum(row.is_within for row in found)
-    return f"{within} of {len(found)} ({within / max(1, len(found)):.0%})"
+def _share(figures: Sequence[Row]) -> str:
+    within = sum(row.is_within for row in figures)
+    return f"{within} of {len(figures)} ({within / max(1, len(figures)):.0%})"

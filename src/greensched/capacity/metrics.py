@@ -55,12 +55,12 @@ class WeightedValues:
 
     def below(self, value: float) -> int:
         """Return the weight at or below a value."""
-        found = 0
-        for each, cumulative in zip(self.values, self.cumulative, strict=True):
-            if each > value:
+        weight = 0
+        for sample, cumulative in zip(self.values, self.cumulative, strict=True):
+            if sample > value:
                 break
-            found = cumulative
-        return found
+            weight = cumulative
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
         return math.nan, math.nan, math.nan
     rng = random.Random(0)  # so that the result depends only on the values
     drawn = (of(rng.choices(range(seeds), k=seeds)) for _ in range(RESAMPLES if seeds > 1 else 1))
-    found = sorted(value for value in drawn if not math.isnan(value))
-    if not found:
+    values = sorted(value for value in drawn if not math.isnan(value))
+    if not values:
         return of(range(seeds)), math.nan, math.nan
-    cut = int((1 - INTERVAL) / 2 * len(found))
-    return of(range(seeds)), found[cut], found[-1 - cut]
+    cut = int((1 - INTERVAL) / 2 * len(values))
+    return of(range(seeds)), values[cut], values[-1 - cut]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -195,7 +195,7 @@ def rounded(value: Any, digits: int = 6) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) or math.isinf(value) else float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
-        return {str(key): rounded(each, digits) for key, each in value.items()}
+        return {str(key): rounded(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(each, digits) for each in value]
+        return [rounded(item, digits) for item in value]
     return value

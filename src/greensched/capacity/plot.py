@@ -54,14 +54,14 @@ def draw_distribution(axis: Any, results: Results, name: str) -> None:
     highest = max(results.offered, key=lambda rate: results.offered[rate])
     for group in results.groups:
         if group.rate == highest:
-            found = [each[name].whole for each in group.latencies]
-            seconds = [fmean(one.percentile(part) for one in found) for part in PARTS]
-            axis.plot([1e3 * each for each in seconds], PARTS, label=group.strategy)
+            latencies = [run[name].whole for run in group.latencies]
+            seconds = [fmean(values.percentile(part) for values in latencies) for part in PARTS]
+            axis.plot([1e3 * value for value in seconds], PARTS, label=group.strategy)
     axis.set_xscale("log")
 
 
 def _p99(name: str, group: RunGroup) -> list[float]:
-    return [1e3 * found[name].whole.percentile(0.99) for found in group.latencies]
+    return [1e3 * run[name].whole.percentile(0.99) for run in group.latencies]
 
 
 def _draw(axis: Any, results: Results, of: Callable[[RunGroup], list[float]]) -> None:
@@ -69,14 +69,14 @@ def _draw(axis: Any, results: Results, of: Callable[[RunGroup], list[float]]) ->
     strategies = list(dict.fromkeys(group.strategy for group in results.groups))
     for strategy in strategies:
         groups = [group for group in results.groups if group.strategy == strategy]
-        found = [metrics.interval(of(group)) for group in groups]
+        intervals = [metrics.interval(of(group)) for group in groups]
         if len(results.offered) == 1:
-            ((mean, low, high),) = found
+            ((mean, low, high),) = intervals
             axis.bar(strategy, mean, yerr=[[mean - low], [high - mean]])
             continue
         x = [results.offered[group.rate] for group in groups]
-        axis.plot(x, [mean for mean, _, _ in found], marker="o", label=strategy)
-        axis.fill_between(x, [f[1] for f in found], [f[2] for f in found], alpha=0.2)
+        axis.plot(x, [mean for mean, _, _ in intervals], marker="o", label=strategy)
+        axis.fill_between(x, [f[1] for f in intervals], [f[2] for f in intervals], alpha=0.2)
     if len(results.offered) == 1:
         axis.tick_params(axis="x", labelrotation=30)
     else:

@@ -88,23 +88,25 @@ def targets(results: Results) -> dict[str, float]:
 def attained(results: Results, group: RunGroup) -> list[float]:
     """Return the worst class's attainment for each seed."""
     services = results.scenario.services
-    return [sweeps.score(found, services).worst for found in group.latencies]
+    return [sweeps.score(run, services).worst for run in group.latencies]
 
 
 def goodputs(results: Results) -> dict[str, list[float]]:
     """Return the goodput of each strategy for each seed, in requests a second."""
-    found: dict[str, list[float]] = {}
+    by_seed: dict[str, list[float]] = {}
     by_strategy: dict[str, dict[float, list[float]]] = {}
     for group in results.groups:
         by_strategy.setdefault(group.strategy, {})[group.rate] = attained(results, group)
     if results.clairvoyant:
         by_strategy["clairvoyant"] = results.clairvoyant
     for strategy, by_rate in by_strategy.items():
-        found[strategy] = [
-            metrics.goodput({results.offered[rate]: each[i] for rate, each in by_rate.items()})
+        by_seed[strategy] = [
+            metrics.goodput(
+                {results.offered[rate]: attained[i] for rate, attained in by_rate.items()}
+            )
             for i in range(results.experiment.repeats)
         ]
-    return found
+    return by_seed
 
 
 def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]:
@@ -115,11 +117,11 @@ def compare_policies(results: Results) -> dict[str, dict[str, metrics.Interval]]
     """
     good = goodputs(results)
     report: dict[str, dict[str, metrics.Interval]] = {}
-    for strategy, found in good.items():
+    for strategy, values in good.items():
         rows = report[strategy] = {}
         for other in ("streams", sweeps.BEST_SPLIT, sweeps.BEST_LATE):
             if other in good and other != strategy:
-                rows[other] = metrics.ratio(found, good[other])
+                rows[other] = metrics.ratio(values, good[other])
         if "streams" in good and strategy not in ("streams", "clairvoyant"):
             rows["where streams do"] = metrics.interval(beside_streams(results, strategy))
     return report
@@ -130,16 +132,16 @@ def beside_streams(results: Results, strategy: str) -> list[float]:
     attainments = {
         (group.strategy, group.rate): attained(results, group) for group in results.groups
     }
-    found = []
+    ratios = []
     for i in range(results.experiment.repeats):
         pairs = [
             (attainments[strategy, rate][i], attainments["streams", rate][i])
             for rate in results.offered
             if (strategy, rate) in attainments and ("streams", rate) in attainments
         ]
-        beside = [mine / theirs for mine, theirs in pairs if theirs >= metrics.MUST_MEET]
-        found.append(min(beside) if beside else float("nan"))
-    return found
+        beside = [own / streams for own, streams in pairs if streams >= metrics.MUST_MEET]
+        ratios.append(min(beside) if beside else float("nan"))
+    return ratios
 
 
 def as_dict(results: Results) -> dict[str, Any]:
@@ -157,8 +159,8 @@ def as_dict(results: Results) -> dict[str, Any]:
         "targets": targets(results),
         "runs": [_group(results, group) for group in results.groups],
         "goodput": {
-            strategy: metrics.interval(each)
-            for strategy, each in (goodputs(results) if len(results.offered) > 1 else {}).items()
+            strategy: metrics.interval(values)
+            for strategy, values in (goodputs(results) if len(results.offered) > 1 else {}).items()
         },
         "comparison": compare_policies(results) if len(results.offered) > 1 else {},
     }
@@ -175,26 +177,28 @@ def _group(results: Results, group: RunGroup) -> dict[str, Any]:
         "offered": results.offered[group.rate],
         "classes": {name: _class(results, group, name) for name in classes},
         "sm_utilisation": metrics.interval([outcome.busy for outcome in group.outcomes]),
-        "jain": metrics.interval([metrics.jain(each) for each in shares]),
-        "pair_gap_sm_seconds": metrics.interval([max(each) - min(each) for each in shares]),
+        "jain": metrics.interval([metrics.jain(seed_shares) for seed_shares in shares]),
+        "pair_gap_sm_seconds": metrics.interval(
+            [max(seed_shares) - min(seed_shares) for seed_shares in shares]
+        ),
         "decisions_per_s": metrics.interval([o.decisions / seconds for o in group.outcomes]),
     }
 
 
 def _class(results: Results, group: RunGroup, name: str) -> dict[str, Any]:
-    found = [latencies[name] for latencies in group.latencies]
-    done = metrics.interval([each.rate for each in found])
+    runs = [latencies[name] for latencies in group.latencies]
+    done = metrics.interval([run.rate for run in runs])
     report: dict[str, Any] = {"work_per_s": done}
     if results.scenario.services[name].is_best_effort:
-        report["of_alone"] = metrics.interval([e.rate / results.alone_rate[name] for e in found])
+        report["of_alone"] = metrics.interval([e.rate / results.alone_rate[name] for e in runs])
         return report
     p99 = results.alone_p99[name]
     target = results.scenario.services[name].latency
-    report["attained"] = metrics.interval([each.attained(target) for each in found])
+    report["attained"] = metrics.interval([run.attained(target) for run in runs])
     for what in ("whole", "wait", "service"):
         report[what] = {
-            f"p{100 * part:g}": metrics.interval([getattr(e, what).percentile(part) for e in found])
+            f"p{100 * part:g}": metrics.interval([getattr(e, what).percentile(part) for e in runs])
             for part in (0.5, 0.95, 0.99, 0.999)
         }
-    report["p99_of_alone"] = metrics.interval([e.whole.percentile(0.99) / p99 for e in found])
+    report["p99_of_alone"] = metrics.interval([e.whole.percentile(0.99) / p99 for e in runs])
     return report

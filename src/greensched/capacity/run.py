@@ -97,11 +97,11 @@ def alone(
     Such a run continues until all requests are served, but for at most the scenario's seconds.
     """
     scenario = replace(scenario, late_after=dict.fromkeys(scenario.services, math.inf))
-    found = {}
+    outcomes = {}
     for name, service in scenario.services.items():
         single = replace(scenario, services={name: service})
-        found[name] = simulate(strategy, single, traffic, seed)
-    return found
+        outcomes[name] = simulate(strategy, single, traffic, seed)
+    return outcomes
 
 
 async def _run(
@@ -174,7 +174,7 @@ class _ServerGroup:
     @property
     def servers(self) -> list[Server]:
         """All servers."""
-        return [server for each in self._by.values() for server in each]
+        return [server for servers in self._by.values() for server in servers]
 
     def _server(self, device: int, service: ServiceProfile, clients: Clients) -> Server:
         machine, client = self._machine, clients(device, service)
@@ -230,23 +230,23 @@ class _ServerGroup:
 
     def done(self) -> dict[str, float]:
         """Return the work that each class has done, in seconds of a whole device."""
-        return {name: sum(s.samples.done for s in each) for name, each in self._by.items()}
+        return {name: sum(s.samples.done for s in servers) for name, servers in self._by.items()}
 
     def samples(self, began: float, done: Mapping[str, float]) -> dict[str, Samples]:
         """Return each class's samples over all devices, with times since the run began."""
         now = self._machine.now() / 1e9
-        found = {}
+        by_class = {}
         for name, servers in self._by.items():
             merged = Samples(done=done[name])
             for server in servers:
-                each = server.samples
-                merged.latency += each.latency
-                merged.wait += each.wait
-                merged.weight += each.weight
-                merged.at += [at - began for at in each.at]
+                samples = server.samples
+                merged.latency += samples.latency
+                merged.wait += samples.wait
+                merged.weight += samples.weight
+                merged.at += [at - began for at in samples.at]
                 merged.left += [now - at for at in server.waiting()]
-            found[name] = merged
-        return found
+            by_class[name] = merged
+        return by_class
 
 
 # -- the devices' timelines -------------------------------------------------------------------
@@ -255,27 +255,27 @@ class _ServerGroup:
 def _sm_seconds(
     spans: Sequence[Sequence[KernelRun]], services: Mapping[str, ServiceProfile]
 ) -> dict[str, float]:
-    found = dict.fromkeys(services, 0.0)
+    totals = dict.fromkeys(services, 0.0)
     for trace in spans:
-        for each in trace:
-            found[each.service] += (each.end - each.start) * each.sms.bit_count() / 1e9
-    return found
+        for run in trace:
+            totals[run.service] += (run.end - run.start) * run.sms.bit_count() / 1e9
+    return totals
 
 
 def occupied(trace: Sequence[KernelRun]) -> float:
     """Return the SM-seconds of one device in which a kernel ran. Overlaps count once."""
     turns = sorted(
-        [(each.start, 1, each.sms) for each in trace] + [(each.end, -1, each.sms) for each in trace]
+        [(run.start, 1, run.sms) for run in trace] + [(run.end, -1, run.sms) for run in trace]
     )
     on: dict[int, int] = {}
-    total, last, there = 0, 0, 0
+    total, last, covered = 0, 0, 0
     for time, change, sms in turns:
-        total += (time - last) * there
+        total += (time - last) * covered
         last = time
         on[sms] = on.get(sms, 0) + change
         if not on[sms]:
             del on[sms]
-        there = _union(on)
+        covered = _union(on)
     return total / 1e9
 
 

@@ -247,7 +247,7 @@ class Prefill(Server):
             kept.append(arrival)
             end += seconds
             if end > due:
-                longest = max(kept, key=lambda each: each.context)
+                longest = max(kept, key=lambda arrival: arrival.context)
                 kept.remove(longest)
                 end -= self._seconds(longest)
         return kept[0] if kept else None

@@ -159,16 +159,16 @@ class Split:
             InvalidRequest: No SM is left for a class.
         """
         ranked = sorted(machine.services.values(), key=lambda s: -s.priority)
-        total, given = machine.sms[device], list(self.sms[: len(ranked) - 1])
-        while len(given) < len(ranked):
-            rest, others = total - sum(given), len(ranked) - len(given)
-            given.append(rest if others == 1 else rest // others // CELL * CELL)
-        if min(given) < 1:
+        total, sizes = machine.sms[device], list(self.sms[: len(ranked) - 1])
+        while len(sizes) < len(ranked):
+            rest, others = total - sum(sizes), len(ranked) - len(sizes)
+            sizes.append(rest if others == 1 else rest // others // CELL * CELL)
+        if min(sizes) < 1:
             raise InvalidRequest(
-                f"{self.name}: {total} SMs for {len(ranked)} classes would be split into {given}: "
+                f"{self.name}: {total} SMs for {len(ranked)} classes would be split into {sizes}: "
                 "leave at least 1 for each"
             )
-        return {service.name: each for service, each in zip(ranked, given, strict=True)}
+        return {service.name: size for service, size in zip(ranked, sizes, strict=True)}
 
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Clients]:

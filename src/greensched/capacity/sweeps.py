@@ -50,15 +50,15 @@ class Score:
     best_effort: float
 
 
-def score(found: Mapping[str, Latencies], services: Mapping[str, ServiceProfile]) -> Score:
+def score(latencies: Mapping[str, Latencies], services: Mapping[str, ServiceProfile]) -> Score:
     """Score a run by the targets of its classes. Classes without requests do not count."""
     some = [
-        found[name].attained(service.latency)
+        latencies[name].attained(service.latency)
         for name, service in services.items()
         if not service.is_best_effort
     ]
-    some = [each for each in some if not math.isnan(each)] or [1.0]
-    rest = sum(found[name].rate for name, s in services.items() if s.is_best_effort)
+    some = [value for value in some if not math.isnan(value)] or [1.0]
+    rest = sum(latencies[name].rate for name, s in services.items() if s.is_best_effort)
     return Score(min(some), sum(some) / len(some), rest)
 
 
@@ -92,10 +92,10 @@ class Best:
         """Simulate a strategy; return whether it is better than all earlier ones."""
         outcome = self._run(strategy)
         self.outcomes.append(outcome)
-        found = score(of_outcome(outcome), self._services)
-        if self._best is not None and found <= self._best[0]:
+        new = score(of_outcome(outcome), self._services)
+        if self._best is not None and new <= self._best[0]:
             return False
-        self._best = found, outcome
+        self._best = new, outcome
         return True
 
 
@@ -168,8 +168,8 @@ def _sweep_splits(best: Best, target_aware: bool, classes: int, sms: int, finest
             return True
         return False
 
-    each = sms // classes // finest * finest
-    take((*[each] * (classes - 1), sms - each * (classes - 1)))
+    share = sms // classes // finest * finest
+    take((*[share] * (classes - 1), sms - share * (classes - 1)))
     step = 4 * CELL
     while step >= finest:
         if not any(take(sizes) for sizes in _moves(at, step)):

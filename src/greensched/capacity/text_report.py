@@ -56,9 +56,9 @@ def _includes(report: dict[str, Any], name: str) -> bool:
 def _group_rows(groups: list[dict[str, Any]]) -> list[str]:
     rows = [list(_COLUMNS)]
     for group in groups:
-        for i, (name, found) in enumerate(group["classes"].items()):
-            rows.append([group["policy"] if i == 0 else "", name, *_latencies(found)])
-            rows[-1] += [_percent(found.get("of_alone"))]
+        for i, (name, figures) in enumerate(group["classes"].items()):
+            rows.append([group["policy"] if i == 0 else "", name, *_latencies(figures)])
+            rows[-1] += [_percent(figures.get("of_alone"))]
             if i == 0:
                 rows[-1] += [
                     _percent(group["sm_utilisation"]),
@@ -69,17 +69,17 @@ def _group_rows(groups: list[dict[str, Any]]) -> list[str]:
     return aligned(rows)
 
 
-def _latencies(found: dict[str, Any]) -> list[str]:
-    if "attained" not in found:
+def _latencies(figures: dict[str, Any]) -> list[str]:
+    if "attained" not in figures:
         return ["-"] * 9
-    whole, in_time = found["whole"], found["attained"]
+    whole, in_time = figures["whole"], figures["attained"]
     return [
         _percent(in_time),
         _percent(in_time[1:]),
         *(_number(whole[p], 1, 1e3) for p in ("p50", "p95", "p99", "p99.9")),
-        _number(found["p99_of_alone"], 2),
-        _number(found["wait"]["p99"], 1, 1e3),
-        _number(found["service"]["p99"], 1, 1e3),
+        _number(figures["p99_of_alone"], 2),
+        _number(figures["wait"]["p99"], 1, 1e3),
+        _number(figures["service"]["p99"], 1, 1e3),
     ]
 
 
@@ -94,18 +94,18 @@ def _goodput(report: dict[str, Any], seeds: int) -> list[str]:
         "where streams do": "attained, x streams where those do",
     }
     compared = report["comparison"]
-    columns = [h for h in titles if any(h in each for each in compared.values())]
+    columns = [h for h in titles if any(h in row for row in compared.values())]
     rows = [["policy", "", "requests/s", *(titles[title] for title in columns)]]
-    for strategy, found in report["goodput"].items():
+    for strategy, figures in report["goodput"].items():
         ratios = compared[strategy]
         row = (_interval(ratios[h], seeds) if h in ratios else "-" for h in columns)
-        rows.append([strategy, "", _interval(found, seeds), *row])
+        rows.append([strategy, "", _interval(figures, seeds), *row])
     title = "Goodput: requests/s up to which 99 % of every class are in time (95 % interval)"
     return ["", title, *aligned(rows)]
 
 
-def _interval(found: Sequence[float | None], seeds: int) -> str:
-    mean, low, high = found
+def _interval(interval: Sequence[float | None], seeds: int) -> str:
+    mean, low, high = interval
     if mean is None:
         return "-"
     if low is None:
@@ -113,12 +113,12 @@ def _interval(found: Sequence[float | None], seeds: int) -> str:
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if seeds > 1 else f"{mean:.2f}"
 
 
-def _percent(found: list[float | None] | None) -> str:
-    return _number(found, 1, 100.0)
+def _percent(interval: list[float | None] | None) -> str:
+    return _number(interval, 1, 100.0)
 
 
-def _number(found: list[float | None] | None, digits: int, times: float = 1.0) -> str:
-    return "-" if not found or found[0] is None else f"{found[0] * times:.{digits}f}"
+def _number(interval: list[float | None] | None, digits: int, times: float = 1.0) -> str:
+    return "-" if not interval or interval[0] is None else f"{interval[0] * times:.{digits}f}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

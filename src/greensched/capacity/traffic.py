@@ -59,15 +59,15 @@ def read(path: Path) -> list[Arrival]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".jsonl":
                 lines = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
-                found = [_arrival(path, i, _object(path, i, line)) for i, line in lines]
+                arrivals = [_arrival(path, i, _object(path, i, line)) for i, line in lines]
             else:
-                found = [_arrival(path, i, row) for i, row in enumerate(csv.DictReader(file), 2)]
+                arrivals = [_arrival(path, i, row) for i, row in enumerate(csv.DictReader(file), 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"{path}: {error}") from error
-    if not found:
+    if not arrivals:
         raise InvalidRequest(f"{path} has no request: give a trace with at least one")
-    found.sort(key=lambda arrival: arrival.at)
-    return [replace(arrival, at=arrival.at - found[0].at) for arrival in found]
+    arrivals.sort(key=lambda arrival: arrival.at)
+    return [replace(arrival, at=arrival.at - arrivals[0].at) for arrival in arrivals]
 
 
 def _object(path: Path, number: int, line: str) -> Mapping[str, object]:
@@ -272,13 +272,13 @@ def generate(name: str, seconds: float, seed: int) -> list[Arrival]:
             f"generator {name!r} does not exist: give one of {', '.join(GENERATORS)}"
         )
     rng = random.Random(f"{name} {seed}")
-    found, at = [], 0.0
+    arrivals, at = [], 0.0
     for gap in shape.gaps(rng, shape.rate):
         at += gap
         if at >= seconds:
             break
-        found.append(_drawn(rng, shape, at))
-    return found or [_drawn(rng, shape, 0.0)]
+        arrivals.append(_drawn(rng, shape, at))
+    return arrivals or [_drawn(rng, shape, 0.0)]
 
 
 def _drawn(rng: random.Random, shape: Generator, at: float) -> Arrival:

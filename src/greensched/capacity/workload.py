@@ -179,7 +179,7 @@ W8 = (
 SERVICES: dict[str, tuple[ServiceProfile, ...]] = {"llm": LLM, "w2": W2, "w8": W8}
 
 
-def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str, ServiceProfile]:
+def services(spec: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str, ServiceProfile]:
     """Return the classes of a built-in set, or read them from a JSON file.
 
     The file is `{"classes": {name: {"role": ..., "curve": ..., ...}}}`, with `ServiceProfile`'s
@@ -188,44 +188,44 @@ def services(given: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[st
     Raises:
         InvalidRequest: the file cannot be read, or a value is invalid.
     """
-    built_in = SERVICES.get(given)
+    built_in = SERVICES.get(spec)
     if built_in is not None:
         # A table with the name of the class, as `greensched measure` writes, has precedence over
         # that of its curve.
         curves = {s.name: tables.get(s.name) or tables.get(s.curve.name, s.curve) for s in built_in}
         return {s.name: replace(s, curve=_of_role(s.role, curves[s.name])) for s in built_in}
     try:
-        classes = json.loads(Path(given).read_text())["classes"]
-        found = {name: _service(name, dict(each), tables) for name, each in classes.items()}
+        classes = json.loads(Path(spec).read_text())["classes"]
+        profiles = {name: _service(name, dict(fields), tables) for name, fields in classes.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
-            f"services {given!r}: neither {' nor '.join(SERVICES)}, nor a file of "
+            f"services {spec!r}: neither {' nor '.join(SERVICES)}, nor a file of "
             f'{{"classes": {{name: {{"role": ..., "curve": ...}}}}}}: {error!r}'
         ) from error
-    return _validate(found)
+    return _validate(profiles)
 
 
 def _service(
-    name: str, given: dict[str, Any], tables: Mapping[str, SpeedupCurve]
+    name: str, entry: dict[str, Any], tables: Mapping[str, SpeedupCurve]
 ) -> ServiceProfile:
     known = {f.name for f in fields(ServiceProfile)} - {"name"}
-    unknown = sorted(given.keys() - known)
+    unknown = sorted(entry.keys() - known)
     if unknown:
         raise InvalidRequest(
             f"class {name!r}: unknown attributes {', '.join(unknown)}: give some of {sorted(known)}"
         )
-    curve = tables.get(str(given.get("curve")))
+    curve = tables.get(str(entry.get("curve")))
     if curve is None:
         raise InvalidRequest(
-            f"class {name!r}: curve {given.get('curve')!r} does not exist: give one of "
+            f"class {name!r}: curve {entry.get('curve')!r} does not exist: give one of "
             f"{', '.join(tables)}"
         )
-    if given.get("role") not in get_args(Role):
+    if entry.get("role") not in get_args(Role):
         raise InvalidRequest(
-            f"class {name!r}: role={given.get('role')!r}: give one of {', '.join(get_args(Role))}"
+            f"class {name!r}: role={entry.get('role')!r}: give one of {', '.join(get_args(Role))}"
         )
-    curve = _of_role(given["role"], curve)
-    return ServiceProfile(**(given | {"name": name, "curve": curve}))
+    curve = _of_role(entry["role"], curve)
+    return ServiceProfile(**(entry | {"name": name, "curve": curve}))
 
 
 def _of_role(role: str, curve: SpeedupCurve) -> SpeedupCurve:
@@ -247,14 +247,14 @@ RULES: tuple[tuple[tuple[str, ...], tuple[type, ...], Callable[[float], bool], s
 )
 
 
-def _validate(found: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
-    roles = [service.role for service in found.values()]
+def _validate(profiles: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
+    roles = [service.role for service in profiles.values()]
     if roles.count("prefill") != roles.count("decode") or roles.count("prefill") > 1:
         raise InvalidRequest(
             f"roles of the classes: {', '.join(roles)}: a language model is one class of role "
             "prefill and one of role decode"
         )
-    for service in found.values():
+    for service in profiles.values():
         for names, kinds, is_valid, wanted in RULES:
             for field in names:
                 value = getattr(service, field)
@@ -263,4 +263,4 @@ def _validate(found: dict[str, ServiceProfile]) -> dict[str, ServiceProfile]:
                     raise InvalidRequest(
                         f"class {service.name!r}: {field}={value!r}: give {wanted}"
                     )
-    return found
+    return profiles

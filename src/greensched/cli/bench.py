@@ -29,7 +29,7 @@ def bench(driver: Driver, progress: Progress) -> dict[str, Any]:
 
 async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
-        found = await measure.host_costs(pool, driver, progress)
+        costs = await measure.host_costs(pool, driver, progress)
         gate = asyncio.Semaphore()
 
         async def pass_gate() -> None:
@@ -40,7 +40,7 @@ async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
         gates = await measure.times(driver.time, pass_gate)
         return {
             "source": measure.source_of(pool.devices[0].name),
-            "operations": found,
+            "operations": costs,
             "baselines": {
                 "to_thread": measure.percentiles(threads),
                 "semaphore": measure.percentiles(gates),
@@ -48,16 +48,16 @@ async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
         }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
+def rows(times: dict[str, Any]) -> list[tuple[object, ...]]:
     """Return table rows: an operation, its times, and the median of its baseline."""
     table = []
     for name, (what, beside) in OPERATIONS.items():
-        took = found["operations"][name]
+        took = times["operations"][name]
         row: tuple[object, ...] = (what, took["p50_us"], took["p99_us"])
         if beside is None:
             table.append((*row, None, None, None))
         else:
-            other = found["baselines"][beside]["p50_us"]
+            other = times["baselines"][beside]["p50_us"]
             ratio = f"{took['p50_us'] / other:.2f}" if other else None
             table.append((*row, BASELINES[beside], other, ratio))
     return table

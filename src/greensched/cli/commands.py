@@ -87,18 +87,18 @@ def _parse_size(text: str) -> Size:
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
-    found = sorted({int(each) for each in text.split(",")})
-    if found[0] < 1:
+    sizes = sorted({int(item) for item in text.split(",")})
+    if sizes[0] < 1:
         raise ValueError
-    return tuple(found)
+    return tuple(sizes)
 
 
 def _parse_factors(text: str) -> tuple[float, ...]:
-    return tuple(float(each) for each in text.split(",") if each)
+    return tuple(float(item) for item in text.split(",") if item)
 
 
 def _parse_targets(text: str) -> dict[str, float]:
-    pairs = (each.split("=") for each in text.split(",") if each)
+    pairs = (item.split("=") for item in text.split(",") if item)
     return {name.strip(): float(seconds) for name, seconds in pairs}
 
 
@@ -218,15 +218,15 @@ def info(driver: str | None, as_json: bool) -> None:
         return
     rows = [
         (
-            each["device"],
-            each["name"],
-            each["sms"],
-            "{cells} x {sms_each} + {sms_over}".format(**each["coscheduled"]),
-            "{cells} x {sms_each} + {sms_over}".format(**each["fine"]),
-            f"{each['memory_bytes'] / 2**30:.0f} GiB",
-            each["arch"],
+            device["device"],
+            device["name"],
+            device["sms"],
+            "{cells} x {sms_each} + {sms_over}".format(**device["coscheduled"]),
+            "{cells} x {sms_each} + {sms_over}".format(**device["fine"]),
+            f"{device['memory_bytes'] / 2**30:.0f} GiB",
+            device["arch"],
         )
-        for each in devices
+        for device in devices
     ]
     title = (
         f"greensched {software['greensched'] or '(not installed)'}, Python {software['python']}, "
@@ -252,10 +252,10 @@ def plan(sizes: tuple[Size, ...], driver: str | None, granularity: str, as_json:
 
     previews = preview.preview_devices(driver, sizes, fine=granularity == "fine")
     if as_json:
-        print_json([asdict(each) for each in previews])
+        print_json([asdict(preview) for preview in previews])
     else:
         print("\n".join(map(str, previews)))
-    return 0 if any(each.is_possible for each in previews) else 1
+    return 0 if any(preview.is_possible for preview in previews) else 1
 
 
 # -- what it does -------------------------------------------------------------------------------
@@ -313,13 +313,13 @@ def trace(file: Path, plot: Path | None, as_json: bool) -> None:
         trace.check_plot(plot)
     with progress() as show:
         recorded = trace_reader.read(file, show)
-    found = trace.summary(recorded)
+    figures = trace.summary(recorded)
     if as_json:
-        print_json(found)
+        print_json(figures)
     else:
-        trace.print_summary(recorded, found)
+        trace.print_summary(recorded, figures)
     if plot is not None:
-        trace.save(recorded, found, plot, file.name)
+        trace.save(recorded, figures, plot, file.name)
 
 
 @greensched.command()
@@ -335,12 +335,12 @@ def bench(driver: str | None, as_json: bool) -> None:
 
     opened = drivers.open(driver)
     with progress() as show:
-        found = bench.bench(opened, show)
+        times = bench.bench(opened, show)
     if as_json:
-        print_json(found)
+        print_json(times)
     else:
         columns = ("operation", "p50 us", "p99 us", "beside", "p50 us", "ratio")
-        print_table(columns, bench.rows(found), found["source"])
+        print_table(columns, bench.rows(times), times["source"])
 
 
 @greensched.command()
@@ -398,21 +398,21 @@ def measure(
         raise click.UsageError("nothing to measure: give a model file, or --host")
     opened = drivers.open(driver)
     with progress() as show:
-        found = measure.measure(
+        tables = measure.measure(
             opened, model, host=host, sms=sms, batches=batches, tokens=tokens, progress=show
         )
     if out is not None:
         try:
-            measure.write(found, out)
+            measure.write(tables, out)
         except OSError as error:
-            print_json(found)  # a measurement takes minutes: do not lose it
+            print_json(tables)  # a measurement takes minutes: do not lose it
             raise InvalidRequest(
                 f"--out {out}: {error.strerror}: the tables were printed instead"
             ) from error
     if as_json:
-        print_json(found)
+        print_json(tables)
     elif out is None:
-        measure.print_tables(found)
+        measure.print_tables(tables)
 
 
 # -- capacity planning --------------------------------------------------------------------------
@@ -491,16 +491,16 @@ def simulate(plot: Path | None, as_json: bool, **options: Any) -> None:
         plots.pyplot()  # raise without matplotlib before minutes of simulation, not after
     began = time.perf_counter()
     with progress() as show:
-        found = experiment.run_experiment(chosen, show)
+        outcome = experiment.run_experiment(chosen, show)
     took = time.perf_counter() - began
     if as_json:
-        print_json(results.as_dict(found))
+        print_json(results.as_dict(outcome))
     else:
-        print(text_report.table(found))
-    hours = found.simulated / 3600
+        print(text_report.table(outcome))
+    hours = outcome.simulated / 3600
     print(
         f"{hours:.2f} hours of traffic in {took:.1f} s: {took / hours:.0f} s per hour of traffic",
         file=sys.stderr,
     )
     if plot is not None:
-        plots.save(found, plot)
+        plots.save(outcome, plot)

@@ -154,7 +154,7 @@ class Service:
         rng = np.random.default_rng(seed)
         generated = [rng.random((side, side, 1), np.float32) for side in SIDES]
         self._images = [image] if image is not None else generated
-        self._blurred = [blurred(each) for each in self._images]
+        self._blurred = [blurred(image) for image in self._images]
         self._factors = [rng.random(shape, np.float32) for shape in ((M, K), (K, M))]
         self._product = PASSES * (self._factors[0] @ self._factors[1])
 
@@ -295,9 +295,9 @@ class Service:
 
     async def _check_product(self, p: Partition, product: Buffer, row: Row) -> None:
         row.results += 1
-        found = await p.download(product)
+        result = await p.download(product)
         # The comparison takes about 10 ms: too long for the event loop's thread.
-        equal = await asyncio.to_thread(np.allclose, found, self._product, rtol=1e-3)
+        equal = await asyncio.to_thread(np.allclose, result, self._product, rtol=1e-3)
         row.verified += bool(equal)
 
 

@@ -105,13 +105,13 @@ def diagnose(spec: str | None = None) -> list[Finding]:
         ("packages", _packages),
         ("driver", lambda: _driver(spec)),
     )
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for section, check in sections:
         try:
-            found += check()
+            findings += check()
         except Exception as error:  # a broken package can raise anything
-            found.append(Finding(section, section, ERROR, _described(error)))
-    return found
+            findings.append(Finding(section, section, ERROR, _described(error)))
+    return findings
 
 
 def _described(error: BaseException) -> str:
@@ -170,13 +170,13 @@ def _packages() -> Iterator[Finding]:
             status = ERROR if name in ("anyio", "numpy") else WARNING
             remedy = f"pip install '{requirement}'"
             yield Finding("packages", name, status, _described(error), remedy)
-    there = []
+    names = []
     for name in LIBRARIES:
         try:
-            there.append(f"{name} {metadata.version(name)}")
+            names.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    yield Finding("packages", "libraries", NOTE, ", ".join(there) or "none that greensched knows")
+    yield Finding("packages", "libraries", NOTE, ", ".join(names) or "none that greensched knows")
 
 
 # -- the driver and its devices -----------------------------------------------------------------
@@ -197,9 +197,9 @@ def _driver(spec: str | None) -> Iterator[Finding]:
     except errors.InvalidRequest as error:
         yield Finding("driver", "driver", ERROR, str(error))
         return
-    found = facts.of_driver(driver)
-    yield Finding("driver", "driver", OK, f"{found['name']}, CUDA {found['cuda']}")
-    yield from _features(found["features"])
+    driver_facts = facts.of_driver(driver)
+    yield Finding("driver", "driver", OK, f"{driver_facts['name']}, CUDA {driver_facts['cuda']}")
+    yield from _features(driver_facts["features"])
     if driver.needs_binary:
         yield _compiler()
     for ordinal in range(driver.device_count()):
@@ -212,10 +212,10 @@ def _driver(spec: str | None) -> Iterator[Finding]:
 def _features(supported: dict[str, bool]) -> Iterator[Finding]:
     from greensched.typing import Feature
 
-    there = [feature.value for feature in Feature if supported[feature.name.lower()]]
+    present = [feature.value for feature in Feature if supported[feature.name.lower()]]
     missing = [feature.value for feature in Feature if not supported[feature.name.lower()]]
-    if there:
-        yield Finding("driver", "supported", OK, ", ".join(there))
+    if present:
+        yield Finding("driver", "supported", OK, ", ".join(present))
     if missing:
         remedy = "a newer driver and newer cuda-bindings have them; a pool does without"
         yield Finding("driver", "not supported", NOTE, ", ".join(missing), remedy)
@@ -232,17 +232,19 @@ def _compiler() -> Finding:
     return Finding("driver", "compiler", OK, f"NVRTC {version}")
 
 
-def _device(found: dict[str, object]) -> Iterator[Finding]:
-    section = f"device {found['device']}"
-    gib = int(str(found["memory_bytes"])) / 2**30
-    text = f"{found['name']}, {found['sms']} SMs, {gib:.0f} GiB, {found['arch']}, {found['uuid']}"
+def _device(device: dict[str, object]) -> Iterator[Finding]:
+    section = f"device {device['device']}"
+    gib = int(str(device["memory_bytes"])) / 2**30
+    text = (
+        f"{device['name']}, {device['sms']} SMs, {gib:.0f} GiB, {device['arch']}, {device['uuid']}"
+    )
     yield Finding(section, "device", OK, text)
     for name in ("coscheduled", "fine"):
-        cells = found[name]
+        cells = device[name]
         assert isinstance(cells, dict)
         text = f"{cells['cells']} cells of {cells['sms_each']} SMs, {cells['sms_over']} SMs over"
         yield Finding(section, name, OK, text)
-    queues = found["workqueues"]
+    queues = device["workqueues"]
     if isinstance(queues, dict):
         text = f"{queues['scope']}, {queues['concurrency']} streams at once"
         yield Finding(section, "work queues", OK, text)

@@ -17,12 +17,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool can be opened here. 2: the command could not run; one line on standard error says why.
     130: interrupted.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from greensched.cli import commands
     except Exception as error:  # a broken installation can raise anything
-        return _without_click(given, error)
-    return commands.run(given)
+        return _without_click(args, error)
+    return commands.run(args)
 
 
 def _without_click(arguments: list[str], error: Exception) -> int:

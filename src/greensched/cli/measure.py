@@ -88,15 +88,15 @@ async def _measure(
         device = pool.devices[0]
         idle = await asyncio.to_thread(power, device.uuid)
         where = source_of(device.name)
-        found: dict[str, Table] = {}
+        tables: dict[str, Table] = {}
         if host:
-            found["host"] = {**await host_costs(pool, driver, progress), "source": where}
+            tables["host"] = {**await host_costs(pool, driver, progress), "source": where}
         for name in WORK if work is not None else ():
             make = getattr(work, name, None)
             if make is not None:
                 passes = _Passes(name, make, sms, sizes[name], idle, progress)
-                found[name] = {**await _table(pool, passes), "source": where}
-        return found
+                tables[name] = {**await _table(pool, passes), "source": where}
+        return tables
 
 
 def source_of(device: str) -> str:
@@ -104,14 +104,14 @@ def source_of(device: str) -> str:
     return f"{device}, {datetime.now(UTC):%Y-%m-%d}"
 
 
-def write(found: dict[str, Table], path: Path) -> None:
+def write(tables: dict[str, Table], path: Path) -> None:
     """Write the file that `greensched simulate --tables` reads."""
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(tables, indent=1) + "\n")
 
 
-def print_tables(found: dict[str, Table]) -> None:
+def print_tables(tables: dict[str, Table]) -> None:
     """Print the content of the file as tables."""
-    for name, table in found.items():
+    for name, table in tables.items():
         title = f"{name}: {table['source']}"
         if name == "host":
             rows = [(key, *row.values()) for key, row in table.items() if key != "source"]
@@ -171,12 +171,12 @@ async def host_costs(pool: Pool, driver: Driver, progress: Progress) -> Table:
 
 async def times(now: Callable[[], float], call: Callable[[], Awaitable[object]]) -> list[float]:
     """Return the seconds that each of several awaited calls took."""
-    found = []
+    durations = []
     for _ in range(HOST_REPEATS):
         began = now()
         await call()
-        found.append(now() - began)
-    return found
+        durations.append(now() - began)
+    return durations
 
 
 def nothing() -> None:
@@ -185,10 +185,10 @@ def nothing() -> None:
 
 def percentiles(seconds: Sequence[float]) -> Table:
     """Return the median and the 99th percentile in microseconds, without the first operations."""
-    found = sorted(seconds[WARM:])
+    counted = sorted(seconds[WARM:])
     return {
-        "p50_us": round(1e6 * quantile(found, 0.5), 2),
-        "p99_us": round(1e6 * quantile(found, 0.99), 2),
+        "p50_us": round(1e6 * quantile(counted, 0.5), 2),
+        "p99_us": round(1e6 * quantile(counted, 0.99), 2),
     }
 
 

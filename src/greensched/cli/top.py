@@ -21,7 +21,7 @@ from greensched.errors import InvalidRequest, SocketUnavailable
 from greensched.observability.snapshot_client import find_sockets, read_snapshot
 
 #: The result of `Snapshot.as_dict`, and parts of it.
-Found = Mapping[str, Any]
+SnapshotDict = Mapping[str, Any]
 
 #: Colours of classes, by 256-colour number. Each has a contrast of at least 3 to black and to
 #: white, so that the screen is readable on both.
@@ -68,22 +68,24 @@ def top(pool: str | None, *, interval: float, once: bool, as_json: bool, console
 
 def _go_on(pool: str | None, interval: float, console: Console) -> None:
     """Draw one screen after another: in place on a terminal, otherwise below each other."""
-    before: list[Found] = []
+    before: list[SnapshotDict] = []
     if not console.is_terminal:
         while True:
-            found, problems = read(pool)
-            console.print(Screen(found, problems, before), "")
-            before = found
+            snapshots, problems = read(pool)
+            console.print(Screen(snapshots, problems, before), "")
+            before = snapshots
             time.sleep(interval)
-    found, problems = read(pool)
-    with Live(Screen(found, problems), console=console, screen=True, auto_refresh=False) as live:
+    snapshots, problems = read(pool)
+    with Live(
+        Screen(snapshots, problems), console=console, screen=True, auto_refresh=False
+    ) as live:
         while True:
             time.sleep(interval)
-            before, (found, problems) = found, read(pool)
-            live.update(Screen(found, problems, before), refresh=True)
+            before, (snapshots, problems) = snapshots, read(pool)
+            live.update(Screen(snapshots, problems, before), refresh=True)
 
 
-def read(pool: str | None) -> tuple[list[Found], list[str]]:
+def read(pool: str | None) -> tuple[list[SnapshotDict], list[str]]:
     """Return a snapshot of each pool, and a line for each pool that gave none.
 
     Raises:
@@ -92,15 +94,15 @@ def read(pool: str | None) -> tuple[list[Found], list[str]]:
     if pool is not None and not pool.isdecimal():
         return [read_snapshot(Path(pool))], []
     pid = None if pool is None else int(pool)
-    found: list[Found] = []
+    snapshots: list[SnapshotDict] = []
     problems: list[SocketUnavailable] = []
     for path in find_sockets(pid):
         try:
-            found.append(read_snapshot(path))
+            snapshots.append(read_snapshot(path))
         except SocketUnavailable as error:
             problems.append(error)
-    if found:
-        return found, list(map(str, problems))
+    if snapshots:
+        return snapshots, list(map(str, problems))
     if problems:
         raise problems[0]
     raise InvalidRequest(_nothing(pid))
@@ -127,45 +129,52 @@ class Screen:
     """Draws pools with rich, as wide as the console.
 
     Args:
-        found: The snapshots of the pools.
+        snapshots: The snapshots of the pools.
         problems: A line for each pool that gave no snapshot.
         before: Earlier snapshots, since which SM-time and grants are counted.
     """
 
     def __init__(
-        self, found: Iterable[Found], problems: Iterable[str] = (), before: Iterable[Found] = ()
+        self,
+        snapshots: Iterable[SnapshotDict],
+        problems: Iterable[str] = (),
+        before: Iterable[SnapshotDict] = (),
     ) -> None:
-        self._found = tuple(found)
+        self._snapshots = tuple(snapshots)
         self._problems = tuple(problems)
         self._before = tuple(before)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for number, found in enumerate(self._found):
+        for number, snapshot in enumerate(self._snapshots):
             if number:
                 yield Text()
-            before = [one for one in self._before if _is_same(one, found)]
-            yield _Pool(found, before[0] if before else None, options).drawn()
+            before = [earlier for earlier in self._before if _is_same(earlier, snapshot)]
+            yield _Pool(snapshot, before[0] if before else None, options).drawn()
         for problem in self._problems:
             yield Text(_printable(problem), "yellow")
 
 
-def _is_same(one: Found, other: Found) -> bool:
+def _is_same(first: SnapshotDict, second: SnapshotDict) -> bool:
     """Say whether two snapshots show the same pool, by process and devices."""
-    uuids = [[device["uuid"] for device in found["devices"]] for found in (one, other)]
-    return bool(one["pid"] == other["pid"] and uuids[0] == uuids[1])
+    uuids = [[device["uuid"] for device in snapshot["devices"]] for snapshot in (first, second)]
+    return bool(first["pid"] == second["pid"] and uuids[0] == uuids[1])
 
 
 class _Pool:
     """One pool on the screen."""
 
-    def __init__(self, found: Found, before: Found | None, options: ConsoleOptions) -> None:
-        self._found = found
+    def __init__(
+        self, snapshot: SnapshotDict, before: SnapshotDict | None, options: ConsoleOptions
+    ) -> None:
+        self._snapshot = snapshot
         self._before = before
         self._width = options.max_width
         self._is_wide = options.max_width >= WIDE
         self._fill = {name: fills[options.ascii_only] for name, fills in FILLS.items()}
-        self._services = [one for one in found["services"] if one["name"] or _is_used(one)]
-        names = [one["name"] for one in self._services]
+        self._services = [
+            service for service in snapshot["services"] if service["name"] or _is_used(service)
+        ]
+        names = [service["name"] for service in self._services]
         self._letters = _letters(names)
         self._styles = {
             name: Style.parse(f"color({COLOURS[i % len(COLOURS)]})") for i, name in enumerate(names)
@@ -174,12 +183,12 @@ class _Pool:
     def drawn(self) -> Group:
         """Return all parts of the pool's screen."""
         parts: list[Any] = [self._title()]
-        if error := self._found.get("opening_error"):
+        if error := self._snapshot.get("opening_error"):
             parts.append(Text(f"it could not open: {_printable(error)}", "bold red"))
-        if self._found["devices"]:
+        if self._snapshot["devices"]:
             parts.append(self._counts())
-        parts += [Text(_printable(one), "yellow") for one in self._found["degraded"]]
-        for device in self._found["devices"]:
+        parts += [Text(_printable(sentence), "yellow") for sentence in self._snapshot["degraded"]]
+        for device in self._snapshot["devices"]:
             parts += [Text(), *self._device(device)]
         if self._services:
             parts += [self._legend(), Text(), self._classes()]
@@ -191,33 +200,37 @@ class _Pool:
     # -- the pool --------------------------------------------------------------------------------
 
     def _title(self) -> Text:
-        found = self._found
-        state = Text(found["state"], "bold green" if found["state"] == OPEN else "bold red")
-        title = Text.assemble(("greensched", "bold"), f" process {found['pid']}: ", state)
-        if found["driver"]:
-            title.append(f", driver {found['driver']}, policy {_printable(found['policy'])}")
-        wake = found["wake_p99"]
+        snapshot = self._snapshot
+        state = Text(snapshot["state"], "bold green" if snapshot["state"] == OPEN else "bold red")
+        title = Text.assemble(("greensched", "bold"), f" process {snapshot['pid']}: ", state)
+        if snapshot["driver"]:
+            title.append(f", driver {snapshot['driver']}, policy {_printable(snapshot['policy'])}")
+        wake = snapshot["wake_p99"]
         if wake is not None:
             slow = "bold red" if wake > SLOW_S else ""
             title.append(", ").append(f"wake p99 {_seconds(wake)}", slow)
         return title
 
     def _counts(self) -> Text:
-        found, before = self._found, self._before
+        snapshot, before = self._snapshot, self._before
         rate = ""
-        if before is not None and found["time"] > before["time"]:
-            per_s = (found["granted"] - before["granted"]) / (found["time"] - before["time"])
+        if before is not None and snapshot["time"] > before["time"]:
+            per_s = (snapshot["granted"] - before["granted"]) / (snapshot["time"] - before["time"])
             rate = f" ({per_s:,.0f}/s)"
-        full = "bold red" if found["waiting"] and found["waiting"] >= found["max_waiting"] else ""
+        full = (
+            "bold red"
+            if snapshot["waiting"] and snapshot["waiting"] >= snapshot["max_waiting"]
+            else ""
+        )
         return Text.assemble(
-            (f"{found['waiting']:,} of {found['max_waiting']:,} waiting", full),
-            f", {found['granted']:,} granted{rate}, {found['cancelled']:,} cancelled, ",
-            f"{found['expired']:,} expired, {found['refused']:,} refused",
+            (f"{snapshot['waiting']:,} of {snapshot['max_waiting']:,} waiting", full),
+            f", {snapshot['granted']:,} granted{rate}, {snapshot['cancelled']:,} cancelled, ",
+            f"{snapshot['expired']:,} expired, {snapshot['refused']:,} refused",
         )
 
     # -- devices ---------------------------------------------------------------------------------
 
-    def _device(self, device: Found) -> list[Text]:
+    def _device(self, device: SnapshotDict) -> list[Text]:
         sms = dict.fromkeys(("free", "leased", "draining"), 0)
         for cell in device["cells"]:
             sms[cell["state"]] = sms.get(cell["state"], 0) + cell["sms"]
@@ -229,13 +242,13 @@ class _Pool:
         if self._is_wide:
             title.append(f"  {device['uuid']}", "dim")
         wrong = [device["failure"], *device["hung"]]
-        failed = [Text(_printable(one), "bold red") for one in wrong if one]
+        failed = [Text(_printable(sentence), "bold red") for sentence in wrong if sentence]
         return [title, *failed, *self._strip(device["cells"])]
 
-    def _strip(self, cells: list[Found]) -> list[Text]:
+    def _strip(self, cells: list[SnapshotDict]) -> list[Text]:
         """Return lines of cells: a letter where a lease begins, then the state of its SMs."""
-        each = max(2, min(8, self._width // max(1, len(cells))))
-        lines, of_line = [], self._width // each
+        width = max(2, min(8, self._width // max(1, len(cells))))
+        lines, of_line = [], self._width // width
         for start in range(0, len(cells), of_line):
             line = Text(no_wrap=True, end="\n")
             last: object = None
@@ -246,11 +259,11 @@ class _Pool:
                 mark = self._letters.get(name, fill) if begins else fill
                 if cell["state"] == "free":
                     mark = mark.lower()
-                line.append(mark + fill * (each - 1), style)
+                line.append(mark + fill * (width - 1), style)
             lines.append(line)
         return lines
 
-    def _cell(self, cell: Found) -> tuple[str, str, Style]:
+    def _cell(self, cell: SnapshotDict) -> tuple[str, str, Style]:
         """Return the class that gives a cell its letter and colour, its fill, and its style."""
         owner = cell["owner"]
         if cell["state"] == "free":
@@ -268,7 +281,7 @@ class _Pool:
         return name, self._fill["leased"], style
 
     def _legend(self) -> Text:
-        cells = [cell for device in self._found["devices"] for cell in device["cells"]]
+        cells = [cell for device in self._snapshot["devices"] for cell in device["cells"]]
         hung = ["hung"] if any(cell["state"] == "hung" for cell in cells) else []
         names = ("leased", "lent", "draining", *hung, "free")
         parts = [f"{self._fill[name]} {name}" for name in names]
@@ -286,45 +299,48 @@ class _Pool:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=padding)
         most = 24 if self._is_wide else 16 if self._width >= NARROW else 8
         table.add_column("\nclass", overflow="ellipsis", no_wrap=True, max_width=most)
-        columns: list[tuple[str, Callable[[Found], object]]] = [
-            ("\nreserve", lambda one: one["reserve"]),
-            ("\nSMs", lambda one: one["sms"]),
-            ("drain-\ning", lambda one: one["sms_draining"]),
-            ("\nlent", lambda one: one["sms_lent"]),
-            ("wait-\ning", lambda one: one["waiting"]),
-            ("wait\np50", lambda one: _seconds(one["wait_p50"])),
-            ("wait\np99", lambda one: _seconds(one["wait_p99"])),
-            ("use\np50", lambda one: _seconds(one["use_p50"])),
-            ("use\np99", lambda one: _seconds(one["use_p99"])),
+        columns: list[tuple[str, Callable[[SnapshotDict], object]]] = [
+            ("\nreserve", lambda service: service["reserve"]),
+            ("\nSMs", lambda service: service["sms"]),
+            ("drain-\ning", lambda service: service["sms_draining"]),
+            ("\nlent", lambda service: service["sms_lent"]),
+            ("wait-\ning", lambda service: service["waiting"]),
+            ("wait\np50", lambda service: _seconds(service["wait_p50"])),
+            ("wait\np99", lambda service: _seconds(service["wait_p99"])),
+            ("use\np50", lambda service: _seconds(service["use_p50"])),
+            ("use\np99", lambda service: _seconds(service["use_p99"])),
             ("SM\ntime", self._sm_time),
-            ("\ndue", lambda one: _part(one["share"])),
+            ("\ndue", lambda service: _part(service["share"])),
         ]
         if self._width < NARROW:
-            columns = [one for one in columns if one[0] in MAIN]
+            columns = [column for column in columns if column[0] in MAIN]
         if self._is_wide:
             columns += [
-                ("drain\np99", lambda one: _seconds(one["drain_p99"])),
-                ("\nborrowed", lambda one: one["sms_borrowed"]),
-                ("\ncap", lambda one: "-" if one["cap"] is None else one["cap"]),
-                ("\ngranted", lambda one: f"{one['granted']:,}"),
-                ("\ncancelled", lambda one: f"{one['cancelled']:,}"),
-                ("\nexpired", lambda one: f"{one['expired']:,}"),
-                ("\nrefused", lambda one: f"{one['refused']:,}"),
+                ("drain\np99", lambda service: _seconds(service["drain_p99"])),
+                ("\nborrowed", lambda service: service["sms_borrowed"]),
+                ("\ncap", lambda service: "-" if service["cap"] is None else service["cap"]),
+                ("\ngranted", lambda service: f"{service['granted']:,}"),
+                ("\ncancelled", lambda service: f"{service['cancelled']:,}"),
+                ("\nexpired", lambda service: f"{service['expired']:,}"),
+                ("\nrefused", lambda service: f"{service['refused']:,}"),
             ]
         for name, _ in columns:
             table.add_column(name, justify="right", no_wrap=True)
-        for one in self._services:
-            cells = [str(value(one)) for _, value in columns]
-            table.add_row(self._label(one["name"]), *cells)
+        for service in self._services:
+            cells = [str(value(service)) for _, value in columns]
+            table.add_row(self._label(service["name"]), *cells)
         return table
 
-    def _sm_time(self, service: Found) -> str:
+    def _sm_time(self, service: SnapshotDict) -> str:
         """Return its fraction of SM-time, since the earlier snapshot if any SM-time passed."""
         if self._before is not None and service["sm_seconds"] is not None:
-            earlier = {one["name"]: one["sm_seconds"] or 0.0 for one in self._before["services"]}
+            earlier = {
+                service["name"]: service["sm_seconds"] or 0.0
+                for service in self._before["services"]
+            }
             used = {
-                one["name"]: (one["sm_seconds"] or 0.0) - earlier.get(one["name"], 0.0)
-                for one in self._found["services"]
+                service["name"]: (service["sm_seconds"] or 0.0) - earlier.get(service["name"], 0.0)
+                for service in self._snapshot["services"]
             }
             if sum(used.values()) > 0:
                 return _part(used[service["name"]] / sum(used.values()))
@@ -345,7 +361,9 @@ class _Pool:
         return [Text(), Text(title, "bold"), table]
 
     def _waiting(self) -> list[Any]:
-        firsts = [(one["name"], one["first"]) for one in self._services if one["first"]]
+        firsts = [
+            (service["name"], service["first"]) for service in self._services if service["first"]
+        ]
         rows = [
             (
                 self._label(name),
@@ -358,8 +376,8 @@ class _Pool:
         return self._rows("waiting: the first request of each class", rows)
 
     def _leases(self) -> list[Any]:
-        now, several = self._found["time"], len(self._found["devices"]) > 1
-        leases = [lease for device in self._found["devices"] for lease in device["leases"]]
+        now, several = self._snapshot["time"], len(self._snapshot["devices"]) > 1
+        leases = [lease for device in self._snapshot["devices"] for lease in device["leases"]]
         leases.sort(key=lambda lease: lease["since"])
         rows = []
         for lease in leases[:MOST_LEASES]:
@@ -379,8 +397,8 @@ class _Pool:
         return self._rows("the oldest leases" + (f", of {len(leases)}" if more else ""), rows)
 
     def _events(self) -> list[Any]:
-        now, times = self._found["time"], dict[str, list[float]]()
-        for event in reversed(self._found["events"]):
+        now, times = self._snapshot["time"], dict[str, list[float]]()
+        for event in reversed(self._snapshot["events"]):
             times.setdefault(event["text"], []).append(event["time"])
         rows = []
         for text, at in list(times.items())[:MOST_EVENTS]:
@@ -390,7 +408,7 @@ class _Pool:
         return self._rows("the last events", rows)
 
 
-def _is_used(service: Found) -> bool:
+def _is_used(service: SnapshotDict) -> bool:
     return bool(service["granted"] or service["waiting"] or service["refused"])
 
 
@@ -398,13 +416,17 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
     """Return a capital letter for each class: its own initial, or another free letter."""
     letters: dict[str, str] = {}
     for name in names:
-        wanted = [one for one in name.upper() if one in string.ascii_uppercase]
-        left = [one for one in (*wanted, *string.ascii_uppercase) if one not in letters.values()]
+        wanted = [letter for letter in name.upper() if letter in string.ascii_uppercase]
+        left = [
+            letter
+            for letter in (*wanted, *string.ascii_uppercase)
+            if letter not in letters.values()
+        ]
         letters[name] = left[0] if name and left else "*"
     return letters
 
 
-def _cells(lease: Found) -> str:
+def _cells(lease: SnapshotDict) -> str:
     """Return the numbers of a lease's cells as ranges."""
     ranges: list[list[int]] = []
     for number in range(lease["cells"].bit_length()):
@@ -413,13 +435,15 @@ def _cells(lease: Found) -> str:
                 ranges[-1][1:] = [number]
             else:
                 ranges.append([number])
-    one = ranges == [[number] for number, *_ in ranges] and len(ranges) == 1
-    return ("cell " if one else "cells ") + ", ".join("-".join(map(str, each)) for each in ranges)
+    is_single = ranges == [[number] for number, *_ in ranges] and len(ranges) == 1
+    return ("cell " if is_single else "cells ") + ", ".join(
+        "-".join(map(str, pair)) for pair in ranges
+    )
 
 
 def _printable(text: str) -> str:
     """Return text without terminal control characters, which a name may contain."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _seconds(seconds: float | None) -> str:

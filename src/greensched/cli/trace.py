@@ -38,16 +38,16 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
     seconds = trace.end - trace.start
     total = sum(device.sms for device in trace.devices) * seconds
     services = []
-    for name, found in sorted(trace.history.services.items()):
-        waits = sorted(found.waits)
+    for name, service in sorted(trace.history.services.items()):
+        waits = sorted(service.waits)
         services.append(
             {
                 "service": name,
-                "sm_seconds": found.sm_seconds,
-                "share": found.sm_seconds / total if total else 0.0,
-                "leases": found.leases,
+                "sm_seconds": service.sm_seconds,
+                "share": service.sm_seconds / total if total else 0.0,
+                "leases": service.leases,
                 **{
-                    kind: found.requests[kind]
+                    kind: service.requests[kind]
                     for kind in ("requested", "granted", "refused", "expired", "cancelled")
                 },
                 **{
@@ -55,8 +55,8 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
                     for part in (50, 99)
                 },
                 "wait_max": waits[-1] if waits else None,
-                "jobs": found.jobs,
-                "failed": found.failed,
+                "jobs": service.jobs,
+                "failed": service.failed,
             }
         )
     return {
@@ -65,38 +65,38 @@ def summary(trace: RecordedTrace) -> dict[str, Any]:
         "dropped": trace.dropped,
         "lost": trace.history.lost,
         "devices": [
-            {"device": one.ordinal, "name": one.name, "uuid": one.uuid, "sms": one.sms}
-            for one in trace.devices
+            {"device": device.ordinal, "name": device.name, "uuid": device.uuid, "sms": device.sms}
+            for device in trace.devices
         ],
         "services": services,
     }
 
 
-def print_summary(trace: RecordedTrace, found: dict[str, Any]) -> None:
+def print_summary(trace: RecordedTrace, figures: dict[str, Any]) -> None:
     """Print the devices, a table of the classes, and the map as text."""
-    for device in found["devices"]:
+    for device in figures["devices"]:
         print("GPU {device}: {name}, {sms} SMs, {uuid}".format(**device))
     columns = ["class", "SM-s", "share %", "leases", "requests", "refused", "expired", "cancelled"]
     rows = [
         (
-            each["service"] or "-",
-            f"{each['sm_seconds']:.3f}",
-            f"{100 * each['share']:.1f}",
-            each["leases"],
-            each["requested"],
-            *(each[kind] for kind in ("refused", "expired", "cancelled")),
-            *(milliseconds(each[kind]) for kind in ("wait_p50", "wait_p99")),
-            each["jobs"],
-            each["failed"],
+            service["service"] or "-",
+            f"{service['sm_seconds']:.3f}",
+            f"{100 * service['share']:.1f}",
+            service["leases"],
+            service["requested"],
+            *(service[kind] for kind in ("refused", "expired", "cancelled")),
+            *(milliseconds(service[kind]) for kind in ("wait_p50", "wait_p99")),
+            service["jobs"],
+            service["failed"],
         )
-        for each in found["services"]
+        for service in figures["services"]
     ]
     columns += ["wait p50 ms", "wait p99 ms", "jobs", "failed"]
-    print_table(columns, rows, f"{found['seconds']:.3f} s")
+    print_table(columns, rows, f"{figures['seconds']:.3f} s")
     print()
     spans, when = list(trace.history.spans), (trace.start, trace.end, trace.start)
     print("\n".join(sm_map.text(spans, trace.devices, *when)))
-    for note in notes(found):
+    for note in notes(figures):
         print(note)
 
 
@@ -105,28 +105,28 @@ def milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1e3 * seconds:.3f}"
 
 
-def notes(found: dict[str, Any]) -> list[str]:
+def notes(figures: dict[str, Any]) -> list[str]:
     """Return one sentence for each problem of a trace."""
-    said = [f"A device was lost: {error}" for error in found["lost"]]
-    if found["dropped"]:
-        said.append(f"{found['dropped']} records are missing: the disk was slower than the pool.")
-    if not found["is_complete"]:
+    said = [f"A device was lost: {error}" for error in figures["lost"]]
+    if figures["dropped"]:
+        said.append(f"{figures['dropped']} records are missing: the disk was slower than the pool.")
+    if not figures["is_complete"]:
         said.append("The trace has no end: its process ended first.")
     return said
 
 
-def save(trace: RecordedTrace, found: dict[str, Any], path: Path, title: str) -> None:
+def save(trace: RecordedTrace, figures: dict[str, Any], path: Path, title: str) -> None:
     """Draw the map of a trace into a file, in the format of its suffix.
 
     Raises:
         InvalidRequest: The file cannot be written.
     """
-    names = [each["service"] for each in found["services"]]
+    names = [service["service"] for service in figures["services"]]
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     gap = (trace.end - trace.start) * sm_map.RESOLUTION
     areas = sm_map.merged(sm_map.rectangles(trace.history.spans, trace.devices), gap)
     if path.suffix == ".html":
-        page = trace_report.page(trace, found, areas, colours, notes(found), title)
+        page = trace_report.page(trace, figures, areas, colours, notes(figures), title)
         try:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
@@ -136,7 +136,7 @@ def save(trace: RecordedTrace, found: dict[str, Any], path: Path, title: str) ->
         len(trace.devices), 1, figsize=(11, 1 + 3 * len(trace.devices)), sharex=True, squeeze=False
     )
     for device, (axis,) in zip(trace.devices, axes, strict=True):
-        of_device = [one for one in areas if one.device == device.ordinal]
+        of_device = [area for area in areas if area.device == device.ordinal]
         draw(axis, of_device, colours, trace.start)
         axis.set(ylim=(0, device.sms), ylabel="SMs", title=f"GPU {device.ordinal}: {device.name}")
     axes[-1][0].set(xlim=(0, trace.end - trace.start), xlabel="s")
@@ -150,13 +150,13 @@ def draw(
     """Draw rectangles in the colours of classes; hatched means draining, dim means lent."""
     for name, colour in colours.items():
         axis.broken_barh([], (0, 0), color=colour, label=name or "no class")
-    for one in areas:
+    for area in areas:
         axis.broken_barh(
-            [(one.start - start, one.end - one.start)],
-            (one.first, one.end_sm - one.first),
-            facecolor=colours[one.service],
-            alpha=0.45 if one.is_lent else 0.9,
-            hatch="////" if one.is_draining else None,
+            [(area.start - start, area.end - area.start)],
+            (area.first, area.end_sm - area.first),
+            facecolor=colours[area.service],
+            alpha=0.45 if area.is_lent else 0.9,
+            hatch="////" if area.is_draining else None,
             edgecolor="white",
             linewidth=0.2,
         )

@@ -36,8 +36,9 @@ def page(
 ) -> str:
     """Return the report as HTML."""
     devices = (
-        f"<p>GPU {one.ordinal}: {escape(one.name)}, {one.sms} SMs, {escape(one.uuid)}</p>"
-        for one in trace.devices
+        f"<p>GPU {device.ordinal}: {escape(device.name)}, {device.sms} SMs, "
+        f"{escape(device.uuid)}</p>"
+        for device in trace.devices
     )
     seconds = f'<p class="soft">{summary["seconds"]:.3f} s. All times are of the host.</p>'
     template = Path(__file__).with_name("trace_report.html")
@@ -91,22 +92,24 @@ def _map(
     span = max(trace.end - trace.start, 1e-9)
     height = device.sms * SM_PX
     drawn = []
-    for one in areas:
-        if one.device == device.ordinal:
-            x, width = ((at / span) * 100 for at in (one.start - trace.start, one.end - one.start))
+    for area in areas:
+        if area.device == device.ordinal:
+            x, width = (
+                (at / span) * 100 for at in (area.start - trace.start, area.end - area.start)
+            )
             rect = _rect(
                 f"{x:.3f}%",
-                str(one.first * SM_PX),
+                str(area.first * SM_PX),
                 f"{width:.3f}%",
-                str((one.end_sm - one.first) * SM_PX - 0.5),
-                colours[one.service],
-                is_draining=one.is_draining,
-                is_lent=one.is_lent,
+                str((area.end_sm - area.first) * SM_PX - 0.5),
+                colours[area.service],
+                is_draining=area.is_draining,
+                is_lent=area.is_lent,
             )
             said = (
-                f"{one.service or 'no class'}, SMs {one.first}-{one.end_sm - 1}, "
-                f"{one.start - trace.start:.6f} to {one.end - trace.start:.6f} s"
-                f"{', draining' * one.is_draining}{', borrowed' * one.is_lent}"
+                f"{area.service or 'no class'}, SMs {area.first}-{area.end_sm - 1}, "
+                f"{area.start - trace.start:.6f} to {area.end - trace.start:.6f} s"
+                f"{', draining' * area.is_draining}{', borrowed' * area.is_lent}"
             )
             drawn.append(f"<g><title>{escape(said)}</title>{rect}</g>")
     svg = (
@@ -179,15 +182,17 @@ def _waiting(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
 
 def _waits(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
     """Draw the fraction of requests that waited at most each time, on a log scale."""
-    found = {
-        name: sorted(each.waits) for name, each in trace.history.services.items() if each.waits
+    waits_by_class = {
+        name: sorted(service.waits)
+        for name, service in trace.history.services.items()
+        if service.waits
     }
-    longest = max((waits[-1] for waits in found.values()), default=0.0)
+    longest = max((waits[-1] for waits in waits_by_class.values()), default=0.0)
     if not longest:
         return '<p class="soft">No request waited.</p>'
     least, most = -6, max(-5, math.ceil(math.log10(longest)))
     lines = {}
-    for name, waits in found.items():
+    for name, waits in waits_by_class.items():
         points, before = list[tuple[float, float]](), 0.0
         for at in range(0, len(waits), max(1, len(waits) // POINTS)):
             x = (math.log10(max(waits[at], 10.0**least)) - least) / (most - least)
@@ -219,17 +224,17 @@ def _services(summary: Mapping[str, Any]) -> str:
     columns = ("class", "SM-s", "share", "leases", "requests", "refused", "expired", "cancelled")
     rows = [
         (
-            each["service"] or "no class",
-            f"{each['sm_seconds']:.3f}",
-            f"{100 * each['share']:.1f} %",
-            each["leases"],
-            each["requested"],
-            *(each[kind] for kind in ("refused", "expired", "cancelled")),
-            *(_duration(each[kind]) for kind in ("wait_p50", "wait_p99", "wait_max")),
-            each["jobs"],
-            each["failed"],
+            service["service"] or "no class",
+            f"{service['sm_seconds']:.3f}",
+            f"{100 * service['share']:.1f} %",
+            service["leases"],
+            service["requested"],
+            *(service[kind] for kind in ("refused", "expired", "cancelled")),
+            *(_duration(service[kind]) for kind in ("wait_p50", "wait_p99", "wait_max")),
+            service["jobs"],
+            service["failed"],
         )
-        for each in summary["services"]
+        for service in summary["services"]
     ]
     return _table((*columns, "wait p50", "p99", "most", "jobs", "failed"), rows)
 

@@ -217,10 +217,10 @@ def _awaiting(frame: FrameType | None) -> FrameType | None:
 
 
 def _awaiters(frame: FrameType | None) -> list[FrameType]:
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     while frame is not None and (frame := frame.f_back) and frame.f_code.co_flags & _AWAITS:
-        found.append(frame)
-    return found
+        frames.append(frame)
+    return frames
 
 
 # -- at the await itself ---------------------------------------------------------------------------

@@ -464,21 +464,21 @@ def dtype_of(dtype: npt.DTypeLike) -> np.dtype[Any]:
         InvalidArray: Not a numpy dtype, or one with Python objects, no bytes or foreign byte order.
     """
     try:
-        found = np.dtype(dtype)
+        converted = np.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise InvalidArray(f"{dtype!r} is not a dtype: {error}") from None
-    if not found.itemsize or found.subdtype is not None:
+    if not converted.itemsize or converted.subdtype is not None:
         raise InvalidArray(
-            f"dtype {found} has no size, or is a subarray: give the dtype of one element"
+            f"dtype {converted} has no size, or is a subarray: give the dtype of one element"
         )
-    if found.hasobject:
+    if converted.hasobject:
         raise InvalidArray(
-            f"dtype {found} holds Python objects, which cannot be copied to a device: convert "
+            f"dtype {converted} holds Python objects, which cannot be copied to a device: convert "
             "them to numbers first"
         )
-    if not found.isnative:
+    if not converted.isnative:
         raise InvalidArray(
-            f"dtype {found} is big-endian, and kernels read little-endian: convert it first with "
-            "array.astype(array.dtype.newbyteorder('='))"
+            f"dtype {converted} is big-endian, and kernels read little-endian: convert it first "
+            "with array.astype(array.dtype.newbyteorder('='))"
         )
-    return found
+    return converted

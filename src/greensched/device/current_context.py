@@ -293,9 +293,9 @@ def pop(context: Enterable) -> None:
         raise InvalidRequest(
             f"{context!r} is not the current context of thread {here.token.name!r}"
         )
-    found = [index for index in range(_scope_start(), len(here.unscoped)) if _is(index, context)]
-    if found:
-        is_of_block = bool(here.blocks) and not here.unscoped[found[-1]][1]
+    indices = [index for index in range(_scope_start(), len(here.unscoped)) if _is(index, context)]
+    if indices:
+        is_of_block = bool(here.blocks) and not here.unscoped[indices[-1]][1]
     else:
         is_of_block = UserContextScope.innermost(context) is not None
     if is_of_block:
@@ -303,8 +303,8 @@ def pop(context: Enterable) -> None:
             f"{context!r} was made current by a `with` block: leave it instead of calling pop()"
         )
     driver.pop_current()
-    if found:
-        _remove(found[-1])
+    if indices:
+        _remove(indices[-1])
 
 
 def forget_replaced(context: Enterable) -> None:

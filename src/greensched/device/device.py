@@ -132,12 +132,12 @@ class Device(Uncopyable):
             NotSupported: The driver no longer has one of the flags.
         """
         check_flags(flags)
-        has, active = self.driver.primary_state(self.ordinal)
+        present, active = self.driver.primary_state(self.ordinal)
         ways = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
         decided = ways | ContextFlags.LMEM_RESIZE_TO_MAX
-        if active and (has ^ flags) & decided:
+        if active and (present ^ flags) & decided:
             raise InvalidRequest(
-                f"the primary context of device {self.ordinal} is active with flags {has:#x}, "
+                f"the primary context of device {self.ordinal} is active with flags {present:#x}, "
                 "which its other users rely on: set flags before its first use"
             )
         self.driver.set_primary_flags(self.ordinal, flags)

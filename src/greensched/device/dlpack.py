@@ -141,10 +141,10 @@ def _dtype(tensor: _Tensor) -> tuple[np.dtype[Any], str]:
         name = _OTHERS.get(tensor.code, f"of DLPack's kind {tensor.code}")
         return np.dtype(f"V{size}"), name if tensor.lanes == 1 else f"{tensor.lanes} x {name}"
     try:
-        found = np.dtype(f"{code}{size}")
+        dtype = np.dtype(f"{code}{size}")
     except TypeError:
         raise InvalidArray(f"numpy has no dtype of kind {code!r} with {size} bytes") from None
-    return found, found.name
+    return dtype, dtype.name
 
 
 # -- out ------------------------------------------------------------------------------------------

@@ -213,10 +213,10 @@ def launch(stream: Stream | HasStream, config: LaunchConfig, kernel: Kernel, *ar
         CUDAError: The driver refused the launch.
     """
     if not isinstance(stream, Stream):
-        given, stream = stream, getattr(stream, "stream", None)  # type: ignore[assignment]  # checked next
+        target, stream = stream, getattr(stream, "stream", None)  # type: ignore[assignment]  # checked next
         if not isinstance(stream, Stream):
             raise InvalidRequest(
-                f"launch() takes a Stream or a Partition first; got {type(given).__name__}: "
+                f"launch() takes a Stream or a Partition first; got {type(target).__name__}: "
                 "launch(stream, config, kernel, *args)"
             )
     stream.check()

@@ -306,11 +306,11 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
         raise InvalidRequest(
             f"create_context takes ContextOptions(resources=[...]); got {options!r}"
         )
-    given: object = options.resources
-    resources = tuple(given) if isinstance(given, Sequence) else ()
+    requested: object = options.resources
+    resources = tuple(requested) if isinstance(requested, Sequence) else ()
     if not resources or not all(isinstance(r, (SMResource, WorkqueueResource)) for r in resources):
         raise InvalidRequest(
-            f"resources={given!r}: a green context is made of a list of SMResource and "
+            f"resources={requested!r}: a green context is made of a list of SMResource and "
             "WorkqueueResource objects, at least one"
         )
     if any(isinstance(r, SMResource) and r.is_trial for r in resources):
@@ -319,7 +319,7 @@ def _checked(options: object) -> tuple[SMResource | WorkqueueResource, ...]:
         )
     if sum(isinstance(r, WorkqueueResource) for r in resources) > 1:
         raise InvalidRequest(
-            f"resources={given!r}: a context has one work-queue configuration at most"
+            f"resources={requested!r}: a context has one work-queue configuration at most"
         )
     return resources
 
@@ -331,23 +331,23 @@ def _overlap(sms: Sequence[SMResource]) -> str | None:
     """
     if len(sms) < 2:
         return None
-    if any(one.cut is None for one in sms):
+    if any(resource.cut is None for resource in sms):
         return "only outputs of a split can be combined, and one of these is unsplit"
-    if len({one.cut for one in sms}) > 1:
+    if len({resource.cut for resource in sms}) > 1:
         return "they come from several splits, whose outputs overlap: make one split of all"
-    if len({id(one.handle) for one in sms}) < len(sms):
+    if len({id(resource.handle) for resource in sms}) < len(sms):
         return "one of these is given twice"
     return None
 
 
 def _explain(sms: Sequence[SMResource]) -> str:
     """Return the known reason for refusing a combination; the driver gives none."""
-    if len({one.coscheduled_alignment for one in sms}) > 1:
+    if len({resource.coscheduled_alignment for resource in sms}) > 1:
         return (
             "from CUDA 13.1 on SMs of unequal alignment cannot be combined "
-            f"({', '.join(str(one.coscheduled_alignment) for one in sms)})"
+            f"({', '.join(str(resource.coscheduled_alignment) for resource in sms)})"
         )
-    if len({one.flags for one in sms}) > 1:
+    if len({resource.flags for resource in sms}) > 1:
         return "from CUDA 13.4 on SMs of unequal flags cannot be combined (backfill, or not)"
     return "the driver refused"
 

@@ -73,7 +73,7 @@ class SMResourceOptions:
                 )
             values = tuple(value) if _is_sequence(value) else (value,) * number
             read = _flag if field.name == "backfill" else _sms
-            columns.append([read(field.name, each) for each in values])
+            columns.append([read(field.name, value) for value in values])
         return tuple(SMGroup(*row) for row in zip(*columns, strict=True))
 
 
@@ -118,11 +118,11 @@ def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[S
             raise
         have = driver.resource_facts(whole)
         nearest = _nearest(driver, whole, groups)
-        asked = tuple(group.sm_count or None for group in groups)
+        counts = tuple(group.sm_count or None for group in groups)
         has_clusters = driver.device_facts(device).compute_capability >= (9, 0)
         largest_set = LARGEST_SETS[0 if has_clusters else 1]
         why = _explain(have, groups, largest_set, structured=method is _structured)
-        raise InvalidSplit(asked, have.sm_count, why, nearest) from error
+        raise InvalidSplit(counts, have.sm_count, why, nearest) from error
 
 
 def _split_method(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
@@ -131,12 +131,12 @@ def _split_method(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cu
     major, minor = driver.version
     version = f"CUDA {major}.{minor}"
     first = groups[0]
-    for asked, what in (
+    for is_wanted, what in (
         (any(group != first for group in groups), "cutting unequal groups in one split"),
         (first.backfill, "backfill"),
         (first.preferred_coscheduled_sm_count, "preferred_coscheduled_sm_count"),
     ):
-        if asked:
+        if is_wanted:
             raise NotSupported(what, NEEDED, version)
     return _by_count
 
@@ -147,17 +147,17 @@ def _structured(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 
 def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
     """Make equal groups by the older split; refuse if it would round up or make fewer."""
-    have, one = driver.resource_facts(whole), groups[0]
-    fine = one.coscheduled_sm_count == 2
-    if one.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
+    have, group = driver.resource_facts(whole), groups[0]
+    fine = group.coscheduled_sm_count == 2
+    if group.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
         major, minor = driver.version
         raise NotSupported(
-            f"coscheduled_sm_count={one.coscheduled_sm_count}",
+            f"coscheduled_sm_count={group.coscheduled_sm_count}",
             NEEDED,
             f"CUDA {major}.{minor}, which has the device's own number (None) and 2",
         )
     largest = range(have.sm_count // 2 * 2, 0, -2) if len(groups) == 1 else ()
-    for size in [one.sm_count] if one.sm_count else largest:
+    for size in [group.sm_count] if group.sm_count else largest:
         try:
             cut, rest = driver.split_by_count(whole, len(groups), size, ignore_coscheduling=fine)
         except CUDAError as error:
@@ -217,26 +217,28 @@ def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -
     if not driver.supports(Feature.STRUCTURED_SPLIT):
         return _nearest_alike(driver, whole, groups)
     have = driver.resource_facts(whole)
-    found: list[SMGroup] = []
+    chosen: list[SMGroup] = []
     for group in groups:
-        left = have.sm_count - sum(one.sm_count for one in found)
+        left = have.sm_count - sum(group.sm_count for group in chosen)
         trials = (replace(group, sm_count=size) for size in _sizes(group, have, left))
-        fitting = (one for one in trials if _can_split(_structured, driver, whole, [*found, one]))
+        fitting = (
+            group for group in trials if _can_split(_structured, driver, whole, [*chosen, group])
+        )
         first = next(fitting, None)
         if first is None:
             break
-        found.append(first)
-    return tuple(one.sm_count for one in found)
+        chosen.append(first)
+    return tuple(group.sm_count for group in chosen)
 
 
 def _nearest_alike(
     driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 ) -> tuple[int, ...]:
     """Return as many groups of one size as possible, for drivers that only make equal groups."""
-    have, one = driver.resource_facts(whole), groups[0]
+    have, group = driver.resource_facts(whole), groups[0]
     for number in range(min(len(groups), have.sm_count), 0, -1):
-        for size in _sizes(one, have, have.sm_count // number):
-            if _can_split(_by_count, driver, whole, [replace(one, sm_count=size)] * number):
+        for size in _sizes(group, have, have.sm_count // number):
+            if _can_split(_by_count, driver, whole, [replace(group, sm_count=size)] * number):
                 return (size,) * number
     return ()
 

@@ -119,8 +119,8 @@ class StagingPool:
     def _take(self, free: list[Any], make: Callable[[Context], T]) -> T:
         with self._lock:
             if free:
-                found: T = free.pop()
-                return found
+                item: T = free.pop()
+                return item
         with self._primary.entered():
             made = make(self._primary)
         self._made.append(made)  # type: ignore[arg-type]  # T is one of the two kinds
@@ -131,7 +131,7 @@ class StagingPool:
         made, self._made = self._made, []
         self._buffers, self._peers = [], []
         with self._primary.entered():
-            run_all(one.close for one in made)
+            run_all(resource.close for resource in made)
 
 
 class ChunkedCopier:

@@ -111,11 +111,11 @@ def source_array(array: object) -> Array:
             f"{type(array).__name__} is in device memory already: pass it to the kernel as it is"
         )
     try:
-        found = np.asarray(array)
+        converted = np.asarray(array)
     except (TypeError, ValueError) as error:
         raise InvalidArray(f"{type(array).__name__} is not an array: {error}") from None
-    dtype_of(found.dtype)
-    return found
+    dtype_of(converted.dtype)
+    return converted
 
 
 def target_array(buffer: DeviceOperand, out: object) -> Array:

@@ -227,12 +227,12 @@ class Stream(Uncopyable):
             return
         driver = primary.driver
         with any_current(primary):
-            theirs = driver.foreign_stream(address)
-            if address > PER_THREAD and driver.is_capturing(theirs):
+            handle = driver.foreign_stream(address)
+            if address > PER_THREAD and driver.is_capturing(handle):
                 raise InvalidRequest(f"{other!r} is capturing: end the capture first")
             event = driver.create_event()
             try:
-                driver.record_event(event, theirs)
+                driver.record_event(event, handle)
                 driver.wait_event(self.handle, event)
             except CUDAError as error:
                 if error.status != INVALID_HANDLE:

@@ -228,9 +228,9 @@ class TicketedStream:
             with any_current(self.stream.context.primary):
                 driver.wait_event(driver.foreign_stream(address), self.event.handle)
 
-    def keep(self, ticket: int, thing: object) -> None:
+    def keep(self, ticket: int, kept: object) -> None:
         """Keep an object alive until a ticket is reached and `release_kept` finds that out."""
-        self.kept.append((ticket, thing))
+        self.kept.append((ticket, kept))
 
     def release_kept(self) -> None:
         """Release objects that were kept for work that is done. From any thread."""

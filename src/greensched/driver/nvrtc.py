@@ -71,10 +71,10 @@ def header_folders() -> tuple[str, ...]:
     may have another version.
     """
     find = getattr(pathfinder, "find_nvidia_header_directory", None)  # cuda-pathfinder 1.3
-    found = find("cudart") if find else None
-    if found is None:
+    runtime_headers = find("cudart") if find else None
+    if runtime_headers is None:
         return ()
-    folders = [Path(found), Path(found) / "cccl"]
+    folders = [Path(runtime_headers), Path(runtime_headers) / "cccl"]
     return tuple(str(folder) for folder in folders if folder.is_dir())
 
 
@@ -126,9 +126,9 @@ def _check_files(files: Iterable[str], name: str, arch: str, options: Sequence[s
     """Refuse files that are in no folder of headers."""
     headers = list(_values(_HEADER_OPTIONS, options))
     folders = list(_values(_FOLDER_OPTIONS, [*options, *_header_options()]))
-    given = [Path(path) for path in (*headers, *folders) if path]
-    given += [Path(path).parent for path in (*headers, name) if "/" in path]
-    allowed = {form for path in given for form in (path.absolute(), path.resolve())}
+    allowed_folders = [Path(path) for path in (*headers, *folders) if path]
+    allowed_folders += [Path(path).parent for path in (*headers, name) if "/" in path]
+    allowed = {form for path in allowed_folders for form in (path.absolute(), path.resolve())}
     for file in files:
         path = Path(file)
         # Only `..` needs the real path, because links in a folder of headers belong to it.

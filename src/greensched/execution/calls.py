@@ -30,15 +30,15 @@ def submit_call(
     stream, poller = lease.executor.call_stream, lease.poller
     if not lease.has_room(stream):
         raise WouldBlock("too many calls are in flight: `await p.drain()` first")
-    given = (*args, *kwargs.values()) if kwargs else args
-    uses = [(a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))] if given else ()
+    values = (*args, *kwargs.values()) if kwargs else args
+    uses = [(a, True) for a in values if isinstance(a, (Buffer, PinnedBuffer))] if values else ()
     for buffer, _ in uses:
         buffer.check(lease.ordinal)
     where = lease.call_context
     wrappers: list[CallWrapper] = []
     if hooks:
-        wrappers = [wrap for hook in hooks if (wrap := hook(where, given)) is not None]
-    call: Callable[[], T] = partial(fn, *args, **kwargs) if given else fn
+        wrappers = [wrap for hook in hooks if (wrap := hook(where, values)) is not None]
+    call: Callable[[], T] = partial(fn, *args, **kwargs) if values else fn
     for wrap in wrappers:
         call = partial(wrap, call)
     if uses:
@@ -49,7 +49,7 @@ def submit_call(
         buffer.record_use(stream, ticket, write=write)
     job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", lease)
     if wrappers:  # the libraries' work may outlast the call
-        stream.keep(ticket, given)
+        stream.keep(ticket, values)
     lease.has_called = True
     poller.watch(stream)
     lease.executor.calls.submit(call, job, poller, where)
@@ -80,11 +80,11 @@ def local(lease: Lease, factory: Callable[[], T]) -> Job[T]:
     return job
 
 
-def keep_alive(lease: Lease, things: tuple[object, ...]) -> Job[None]:
+def keep_alive(lease: Lease, objects: tuple[object, ...]) -> Job[None]:
     """See `Partition.keep_alive`."""
     lease.check_capture()
     stream = lease.launch_stream
-    return lease.submit("keep_alive", lambda ticket: stream.keep(ticket, things))
+    return lease.submit("keep_alive", lambda ticket: stream.keep(ticket, objects))
 
 
 def check_blocking(fn: object) -> None:

@@ -638,7 +638,7 @@ class PollerRegistry:
     def call_one(self, function: Callable[[CompletionPoller], object]) -> bool:
         """Schedule a call on one open loop, with its poller; return False if no loop is open."""
         pollers = tuple(self._pollers.values())
-        return any(one.loop.call_threadsafe(partial(function, one)) for one in pollers)
+        return any(poller.loop.call_threadsafe(partial(function, poller)) for poller in pollers)
 
     def all_locked(self) -> tuple[CompletionPoller, ...]:
         """Return all pollers."""

@@ -44,20 +44,22 @@ MAX_BYTES = 2**63 - 1
 
 def empty(lease: Lease, shape: object, dtype: npt.DTypeLike) -> Job[Buffer]:
     """See `Partition.empty`."""
-    checked, found = shape_and_dtype(shape, dtype)
+    checked_shape, checked_dtype = shape_and_dtype(shape, dtype)
     memory, stream, quota = lease.device_memory.memory, lease.launch_stream, lease.quota
     return lease.submit(
         "empty",
-        lambda ticket: memory.allocate(checked, found, stream, ticket, quota),
-        may_block=memory.would_grow(_nbytes(checked, found)),
+        lambda ticket: memory.allocate(checked_shape, checked_dtype, stream, ticket, quota),
+        may_block=memory.would_grow(_nbytes(checked_shape, checked_dtype)),
     )
 
 
 def empty_pinned(lease: Lease, shape: object, dtype: npt.DTypeLike) -> Job[PinnedBuffer]:
     """See `Partition.empty_pinned`."""
-    checked, found = shape_and_dtype(shape, dtype)
+    checked_shape, checked_dtype = shape_and_dtype(shape, dtype)
     pinned = lease.device_memory.pinned
-    return lease.submit("empty_pinned", lambda _: pinned.allocate(checked, found), may_block=True)
+    return lease.submit(
+        "empty_pinned", lambda _: pinned.allocate(checked_shape, checked_dtype), may_block=True
+    )
 
 
 def allocate_and_fill(
@@ -89,14 +91,14 @@ def shape_and_dtype(shape: object, dtype: npt.DTypeLike) -> tuple[tuple[int, ...
     for number in numbers:
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 0:
             raise InvalidArray(f"shape={shape!r}: give whole numbers, each at least 0")
-    checked, found = tuple(int(number) for number in numbers), dtype_of(dtype)
-    if len(checked) > MAX_DIMENSIONS:
+    checked_shape, checked_dtype = tuple(int(number) for number in numbers), dtype_of(dtype)
+    if len(checked_shape) > MAX_DIMENSIONS:
         raise InvalidArray(
-            f"shape has {len(checked)} dimensions: numpy allows at most {MAX_DIMENSIONS}"
+            f"shape has {len(checked_shape)} dimensions: numpy allows at most {MAX_DIMENSIONS}"
         )
-    if _nbytes(checked, found) > MAX_BYTES:
-        raise InvalidArray(f"shape={shape!r} of {found} has more than {MAX_BYTES} bytes")
-    return checked, found
+    if _nbytes(checked_shape, checked_dtype) > MAX_BYTES:
+        raise InvalidArray(f"shape={shape!r} of {checked_dtype} has more than {MAX_BYTES} bytes")
+    return checked_shape, checked_dtype
 
 
 def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
@@ -334,8 +336,8 @@ def _part_copier(
         return lambda offset, nbytes: driver.copy(
             dst.address + offset, src.address + offset, nbytes, stream
         )
-    here, there = (device.primary.handle for device in (lease.executor.device, peer.device))
-    to, origin = (here, there) if dst.device_id == lease.ordinal else (there, here)
+    own, other = (device.primary.handle for device in (lease.executor.device, peer.device))
+    to, origin = (own, other) if dst.device_id == lease.ordinal else (other, own)
     return lambda offset, nbytes: driver.copy_peer(
         dst.address + offset, to, src.address + offset, origin, nbytes, stream
     )
@@ -347,20 +349,20 @@ def _operand(array: object) -> DeviceOperand:
         return array
     kind = type(array).__name__
     try:
-        found = as_foreign_array(array)
+        operand = as_foreign_array(array)
     except InvalidArray as error:
         raise InvalidArray(f"give a Buffer: this {kind} {error}") from None
-    if found is None:
+    if operand is None:
         hint = ": did you forget `await`?" if hasattr(array, "__await__") else ""
         raise InvalidArray(f"give a Buffer, or an array in device memory, not a {kind}{hint}")
-    return found
+    return operand
 
 
 def _operand_here(array: object, lease: Lease) -> DeviceOperand:
     """Return an operand on the lease's device."""
-    found = _operand(array)
-    found.check(lease.ordinal)
-    return found
+    operand = _operand(array)
+    operand.check(lease.ordinal)
+    return operand
 
 
 # -- progress -------------------------------------------------------------------------------------

@@ -282,9 +282,9 @@ class InlineFuture:
 
     def _finish(self) -> tuple[Callable[[Any], object] | None, Context | None]:
         """Mark the future done, and drop the callback, which refers to the task."""
-        found = self._callback, self._context
+        entry = self._callback, self._context
         self._is_done, self._callback, self._context = True, None, None
-        return found
+        return entry
 
 
 # -- trio ------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def current_adapter() -> LoopAdapter:
     latest: tuple[Any, LoopAdapter] | None = getattr(_local, "latest", None)
     if latest is None or latest[0] is not key:
         adapters: dict[Any, LoopAdapter] = getattr(_local, "adapters", {})
-        _local.adapters = {k: one for k, one in adapters.items() if not one.is_closed}
+        _local.adapters = {k: adapter for k, adapter in adapters.items() if not adapter.is_closed}
         if key not in _local.adapters:
             _local.adapters[key] = AsyncioAdapter(key) if trio is None else TrioAdapter(trio)
         latest = _local.latest = key, _local.adapters[key]

@@ -58,10 +58,10 @@ class Graph(Closable):
         self.device_id = device_id
         self._function, self._args, self._kwargs = function, args, kwargs
         self._captured: dict[Executor, _CapturedGraph] = {}
-        given = (*args, *kwargs.values())
+        values = (*args, *kwargs.values())
         #: Complete after the first capture; the same on each executor.
         self._uses: tuple[Used, ...] = tuple(
-            (a, True) for a in given if isinstance(a, (Buffer, PinnedBuffer))
+            (a, True) for a in values if isinstance(a, (Buffer, PinnedBuffer))
         )
 
     def launch(self, p: LaunchTarget) -> Job[None]:
@@ -140,7 +140,11 @@ class Graph(Closable):
 
         function, captured = self._function, _CapturedGraph(lease)
         captured.capture_job = calls.submit_call(lease, capture, self._args, dict(self._kwargs))
-        others = {executor: one for executor, one in self._captured.items() if not one.is_closed}
+        others = {
+            executor: captured
+            for executor, captured in self._captured.items()
+            if not captured.is_closed
+        }
         self._captured = {**others, captured.executor: captured}
         return captured
 

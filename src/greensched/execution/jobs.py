@@ -144,8 +144,8 @@ class Job(Uncopyable, Generic[T]):
 
     def remove_done_callback(self, callback: Callable[[Job[T]], object]) -> int:
         """Remove all entries of a callback; return how many there were."""
-        found = [entry for entry in self._callbacks or () if entry.callback == callback]
-        return sum(self._remove_callback(entry) for entry in found)
+        entries = [entry for entry in self._callbacks or () if entry.callback == callback]
+        return sum(self._remove_callback(entry) for entry in entries)
 
     def _remove_callback(self, entry: _DoneCallback) -> bool:
         try:

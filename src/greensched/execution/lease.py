@@ -433,10 +433,10 @@ class Lease:
     @property
     def call_context(self) -> CallContext:
         """The value of `current_call()` in the calls of this lease."""
-        found = self._call_context
-        if found is None:
-            found = self._call_context = self.context_on(self.executor.call_stream)
-        return found
+        context = self._call_context
+        if context is None:
+            context = self._call_context = self.context_on(self.executor.call_stream)
+        return context
 
     def context_on(self, stream: TicketedStream) -> CallContext:
         """Return a description of the lease and one of its streams, for integrations."""
@@ -536,10 +536,10 @@ class Lease:
         executor, stream = self.executor, self.executor.launch_stream
         while not stream.health.is_over and self._has(executor):
             self.ticket_bound_launches()
-            for one in executor.streams:
-                last = one.issued
-                while not (one.reached(last) or one.health.is_over):
-                    await self.wait_for(one, last)
+            for other in executor.streams:
+                last = other.issued
+                while not (other.reached(last) or other.health.is_over):
+                    await self.wait_for(other, last)
             if not self._has(executor):
                 return
             # Not in `move_to`, under the pool's lock, because this calls progress callbacks.

@@ -58,7 +58,7 @@ class LeaseDrain:
         If a thread still has work to submit, it does so first and then writes the ticket.
         """
         executor, stream = self._executor, self._executor.launch_stream
-        if any(not one.is_idle for one in executor.streams[1:]):
+        if any(not other.is_idle for other in executor.streams[1:]):
             return False
         if self._foreign_work:
             if stream.submitted != stream.issued or stream.first_uses:

@@ -69,27 +69,27 @@ class ExecutorLocals:
             self.made += not self.is_prepared
         return self._values[factory]  # type: ignore[no-any-return]  # what this factory made, of type T
 
-    def adopt(self, thing: Disposable) -> None:
+    def adopt(self, disposable: Disposable) -> None:
         """Close an object with the executor, unless it is released earlier."""
-        self._adopted[thing] = None
+        self._adopted[disposable] = None
         self.made += not self.is_prepared
 
-    def release(self, thing: Disposable) -> None:
+    def release(self, disposable: Disposable) -> None:
         """Let the first `close_released` that finds an object idle close it.
 
         From any thread. Takes no lock.
         """
-        self._released.append(thing)
+        self._released.append(disposable)
 
     def close_released(self) -> None:
         """Close the released objects that are idle."""
         for _ in range(len(self._released)):
-            thing = self._released.popleft()
-            if not thing.is_idle:
-                self._released.append(thing)
-            elif thing in self._adopted:
-                del self._adopted[thing]
-                _close(thing, thing)
+            disposable = self._released.popleft()
+            if not disposable.is_idle:
+                self._released.append(disposable)
+            elif disposable in self._adopted:
+                del self._adopted[disposable]
+                _close(disposable, disposable)
 
     def close(self) -> None:
         """Close everything that has a `close`, newest first; log exceptions.
@@ -97,8 +97,8 @@ class ExecutorLocals:
         Adopted objects are closed first, because they may use the values.
         """
         while self._adopted:
-            thing, _ = self._adopted.popitem()
-            _close(thing, thing)
+            disposable, _ = self._adopted.popitem()
+            _close(disposable, disposable)
         while self._values:
             _close(*self._values.popitem())
 

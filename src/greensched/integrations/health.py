@@ -22,7 +22,7 @@ def fault_of(pool: Pool) -> BaseException | None:
             if not device.loader.first_uses:
                 device.primary.create_event().close()
         hung = pool.hung
-        if hung and sum(one.sms for one in hung) >= pool.statistics().sms_total:
+        if hung and sum(hang.sms for hang in hung) >= pool.statistics().sms_total:
             return hung[0]
     except CUDAError as error:
         return error

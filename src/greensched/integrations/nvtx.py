@@ -49,7 +49,7 @@ def annotate(pool: Pool) -> None:
 
 def around_call(
     call: CallContext,
-    given: Sequence[object],  # noqa: ARG001  the signature of a call hook
+    arguments: Sequence[object],  # noqa: ARG001  the signature of a call hook
 ) -> Callable[[Callable[[], Any]], Any]:
     """Run `p.run` in a range. A call hook, registered by `annotate`."""
     domain, message = nvtx.get_domain(DOMAIN), f"call: {call.sm_count} SMs"
@@ -92,6 +92,6 @@ class _Ranges:
         return started
 
     def _end(self, ranges: dict[int, int], number: int) -> None:
-        found = ranges.pop(number, None)
-        if found is not None:
-            self._domain.end_range(found)
+        opened = ranges.pop(number, None)
+        if opened is not None:
+            self._domain.end_range(opened)

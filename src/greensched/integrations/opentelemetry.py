@@ -119,38 +119,38 @@ _exporters: weakref.WeakKeyDictionary[MeterProvider, _Metrics] = weakref.WeakKey
 _lock = threading.Lock()
 
 
-def _leases(found: PoolReading) -> Measured:
-    for device in found.devices:
+def _leases(reading: PoolReading) -> Measured:
+    for device in reading.devices:
         for (service, state), leases in device.leases.items():
             attributes = {"greensched.service": service, "greensched.lease.state": state}
             yield leases.count, {"hw.id": device.device.uuid, **attributes}
 
 
-def _sm_limit(found: PoolReading) -> Measured:
-    for device in found.devices:
+def _sm_limit(reading: PoolReading) -> Measured:
+    for device in reading.devices:
         yield device.device.sm_count, {"hw.id": device.device.uuid}
 
 
-def _sm_usage(found: PoolReading) -> Measured:
-    for device in found.devices:
+def _sm_usage(reading: PoolReading) -> Measured:
+    for device in reading.devices:
         for state, sms in device.sms.items():
             yield sms, {"hw.id": device.device.uuid, "greensched.sm.state": state}
 
 
-def _of_services(attribute: str, found: PoolReading) -> Measured:
-    if found.statistics is not None:
-        for service, of_class in found.statistics.services.items():
+def _of_services(attribute: str, reading: PoolReading) -> Measured:
+    if reading.statistics is not None:
+        for service, of_class in reading.statistics.services.items():
             yield getattr(of_class, attribute), {"greensched.service": service}
 
 
-def _requests(found: PoolReading) -> Measured:
+def _requests(reading: PoolReading) -> Measured:
     for outcome in OUTCOMES:
-        for value, attributes in _of_services(outcome, found):
+        for value, attributes in _of_services(outcome, reading):
             yield value, {**attributes, "greensched.request.outcome": outcome}
 
 
-def _status(found: PoolReading) -> Measured:
-    for device in found.devices:
+def _status(reading: PoolReading) -> Measured:
+    for device in reading.devices:
         for state in ("ok", "failed"):
             attributes = {"hw.id": device.device.uuid, "hw.type": "gpu", "hw.state": state}
             yield float(device.is_up == (state == "ok")), attributes
@@ -186,13 +186,13 @@ class _Watcher:
     """Turns the records of one pool into spans, and adds to the histograms."""
 
     def __init__(
-        self, pool: weakref.ref[Pool], name: str, tracer: trace.Tracer, found: _Metrics
+        self, pool: weakref.ref[Pool], name: str, tracer: trace.Tracer, instruments: _Metrics
     ) -> None:
         self._pool = pool
         self._attributes = {"greensched.pool.name": name}
         self._tracer = tracer
         self._histograms: dict[str, Histogram] = {
-            "wait": found.wait, "use": found.use, "drain": found.drain,
+            "wait": instruments.wait, "use": instruments.use, "drain": instruments.drain,
         }  # fmt: skip
         #: Nanoseconds to add to the driver's clock for the time of day.
         self._offset: int | None = None

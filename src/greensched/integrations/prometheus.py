@@ -179,47 +179,47 @@ class _Samples:
     def _add(self, name: str, value: float, *labels: str) -> None:
         self._families[name].add_metric((self._pool, *labels), value)
 
-    def add_pool(self, found: PoolReading) -> None:
-        self._add("pool_ready", found.is_ready)
-        if found.fault is not None:
-            self._add("pool_fault", 1, *found.fault_labels)
-        if found.statistics is None:
+    def add_pool(self, reading: PoolReading) -> None:
+        self._add("pool_ready", reading.is_ready)
+        if reading.fault is not None:
+            self._add("pool_fault", 1, *reading.fault_labels)
+        if reading.statistics is None:
             return
         version = getattr(greensched, "__version__", "")
-        self._add("pool_info", 1, version, found.statistics.completion)
-        for device in found.devices:
+        self._add("pool_info", 1, version, reading.statistics.completion)
+        for device in reading.devices:
             self._add_device(device)
-        for service, of_class in found.statistics.services.items():
+        for service, of_class in reading.statistics.services.items():
             self._add_service(service, of_class)
-        self._add_durations("wake_seconds", found.statistics.wake)
+        self._add_durations("wake_seconds", reading.statistics.wake)
 
-    def _add_device(self, found: DeviceReading) -> None:
-        device = found.device
+    def _add_device(self, reading: DeviceReading) -> None:
+        device = reading.device
         self._add("device_info", 1, device.uuid, device.name, str(device.ordinal))
-        self._add("device_up", found.is_up, device.uuid)
+        self._add("device_up", reading.is_up, device.uuid)
         self._add("sms_limit", device.sm_count, device.uuid)
-        for state, sms in found.sms.items():
+        for state, sms in reading.sms.items():
             self._add("sms", sms, device.uuid, state)
-        for service, sms in found.hung.items():
+        for service, sms in reading.hung.items():
             self._add("hung_sms", sms, device.uuid, service)
-        for (service, state), leases in found.leases.items():
+        for (service, state), leases in reading.leases.items():
             self._add("leases", leases.count, device.uuid, service, state)
             self._add("oldest_lease_seconds", leases.oldest, device.uuid, service, state)
 
-    def _add_service(self, service: str, found: ServiceStatistics) -> None:
-        self._add("service_sms", found.sms, service)
-        self._add("service_sms_lent", found.sms_lent, service)
-        self._add("service_sms_reserved", found.reserve, service)
-        self._add("sm_seconds", found.sm_seconds, service)
-        self._add("requests_waiting", found.waiting, service)
+    def _add_service(self, service: str, statistics: ServiceStatistics) -> None:
+        self._add("service_sms", statistics.sms, service)
+        self._add("service_sms_lent", statistics.sms_lent, service)
+        self._add("service_sms_reserved", statistics.reserve, service)
+        self._add("sm_seconds", statistics.sm_seconds, service)
+        self._add("requests_waiting", statistics.waiting, service)
         for outcome in OUTCOMES:
-            self._add("requests", getattr(found, outcome), service, outcome)
-        self._add_durations("lease_wait_seconds", found.wait, service)
-        self._add_durations("lease_use_seconds", found.use, service)
-        self._add_durations("lease_drain_seconds", found.drain, service)
+            self._add("requests", getattr(statistics, outcome), service, outcome)
+        self._add_durations("lease_wait_seconds", statistics.wait, service)
+        self._add_durations("lease_use_seconds", statistics.use, service)
+        self._add_durations("lease_drain_seconds", statistics.drain, service)
 
-    def _add_durations(self, name: str, found: Durations | None, *labels: str) -> None:
-        if found is not None:
-            buckets = [(str(bound), float(count)) for bound, count in found.buckets]
-            buckets.append(("+Inf", float(found.count)))
-            self._families[name].add_metric((self._pool, *labels), buckets, found.seconds)
+    def _add_durations(self, name: str, durations: Durations | None, *labels: str) -> None:
+        if durations is not None:
+            buckets = [(str(bound), float(count)) for bound, count in durations.buckets]
+            buckets.append(("+Inf", float(durations.count)))
+            self._families[name].add_metric((self._pool, *labels), buckets, durations.seconds)

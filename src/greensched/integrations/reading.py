@@ -49,8 +49,8 @@ class ExportedPools:
             return self._live()
 
     def _live(self) -> list[tuple[str, Pool]]:
-        found = [(name, reference()) for name, reference in self._pools.items()]
-        live = [(name, pool) for name, pool in found if pool and pool.state not in ENDED]
+        references = [(name, reference()) for name, reference in self._pools.items()]
+        live = [(name, pool) for name, pool in references if pool and pool.state not in ENDED]
         self._pools = {name: weakref.ref(pool) for name, pool in live}
         return live
 
@@ -117,25 +117,27 @@ def read(pool: Pool) -> PoolReading:
         for device in pool.devices
     )
     for hung in pool.hung:
-        for found in devices:
-            if found.device.ordinal == hung.device:
-                found.hung[hung.service] += hung.sms
+        for reading in devices:
+            if reading.device.ordinal == hung.device:
+                reading.hung[hung.service] += hung.sms
     return PoolReading(pool.is_ready, fault, statistics, devices)
 
 
 def _read_device(device: Device, leases: Sequence[LeaseInfo], *, is_up: bool) -> DeviceReading:
     now = device.driver.time()
-    found = DeviceReading(device, is_up, {})
+    device_reading = DeviceReading(device, is_up, {})
     held: dict[int, tuple[str, int]] = {}  # by cells, which shared leases have in common
     for lease in leases:
         since = lease.draining_since
         state = "used" if since is None else "draining"
-        reading = found.leases.setdefault((lease.service, state), LeasesReading())
+        reading = device_reading.leases.setdefault((lease.service, state), LeasesReading())
         reading.count += 1
         reading.oldest = max(reading.oldest, now - (lease.since if since is None else since))
         if state == "used" or lease.cells not in held:
             held[lease.cells] = ("leased" if state == "used" else state, lease.sms)
     for sms_state in ("leased", "draining"):
-        found.sms[sms_state] = sum(sms for state, sms in held.values() if state == sms_state)
-    found.sms["free"] = device.sm_count - sum(found.sms.values())
-    return found
+        device_reading.sms[sms_state] = sum(
+            sms for state, sms in held.values() if state == sms_state
+        )
+    device_reading.sms["free"] = device.sm_count - sum(device_reading.sms.values())
+    return device_reading

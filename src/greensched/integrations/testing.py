@@ -91,11 +91,11 @@ class SimGPU:
         Raises:
             InvalidRequest: There is no such machine.
         """
-        given = tuple(faults)
+        script = tuple(faults)
         spec = what if isinstance(what, str) else [_model(what)]
-        driver = simulated.open(spec, clock=self.clock, faults=given)
+        driver = simulated.open(spec, clock=self.clock, faults=script)
         driver.on_span(self._spans.append)
-        self._machines.append((driver, given))
+        self._machines.append((driver, script))
         return driver
 
     def pool(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool:
@@ -141,8 +141,8 @@ class SimGPU:
         """
         name = _name(kernel)
         kernels = (span for span in self._spans if span.kind == "kernel")
-        found = [_launched(span) for span in kernels if name in (None, span.name)]
-        return sorted(found, key=lambda one: (one.start, one.end))
+        launches = [_launched(span) for span in kernels if name in (None, span.name)]
+        return sorted(launches, key=lambda launch: (launch.start, launch.end))
 
     def sms_of(self, partition: Partition) -> frozenset[int]:
         """Return the ids of a partition's SMs, to compare with launches. Only inside its block.
@@ -173,30 +173,34 @@ class SimGPU:
             on: the SMs of each launch, as from `sms_of`.
             by: the latest end, in seconds of the clock.
         """
-        found, name = self.launches(kernel), _name(kernel)
+        launches, name = self.launches(kernel), _name(kernel)
         if times is None:
-            self._check(bool(found), f"{name} ran 0 times, expected at least 1")
+            self._check(bool(launches), f"{name} ran 0 times, expected at least 1")
         else:
-            self._check(len(found) == times, f"{name} ran {len(found)} times, expected {times}")
-        for one in found:
-            at = _ranges(one.sms)
             self._check(
-                sms in (None, len(one.sms)), f"{name} ran on {len(one.sms)} SMs, expected {sms}"
+                len(launches) == times, f"{name} ran {len(launches)} times, expected {times}"
+            )
+        for launch in launches:
+            at = _ranges(launch.sms)
+            self._check(
+                sms in (None, len(launch.sms)),
+                f"{name} ran on {len(launch.sms)} SMs, expected {sms}",
             )
             self._check(
-                on in (None, one.sms), f"{name} ran on SMs {at}, expected {_ranges(on or ())}"
+                on in (None, launch.sms), f"{name} ran on SMs {at}, expected {_ranges(on or ())}"
             )
             self._check(
-                by is None or one.end <= by, f"{name} ended at {one.end:.6f} s, expected by {by} s"
+                by is None or launch.end <= by,
+                f"{name} ended at {launch.end:.6f} s, expected by {by} s",
             )
-        return found
+        return launches
 
     def assert_apart(self, first: Kernel | str, second: Kernel | str) -> None:
         """Assert that two kernels ran, and that their launches had no SM in common."""
-        for one, other in self._pairs(first, second):
-            shared = one.sms & other.sms if one.device == other.device else frozenset()
+        for launch, other in self._pairs(first, second):
+            shared = launch.sms & other.sms if launch.device == other.device else frozenset()
             self._check(
-                not shared, f"{one.kernel} and {other.kernel} both ran on SMs {_ranges(shared)}"
+                not shared, f"{launch.kernel} and {other.kernel} both ran on SMs {_ranges(shared)}"
             )
 
     def assert_at_once(self, first: Kernel | str, second: Kernel | str) -> None:
@@ -216,20 +220,20 @@ class SimGPU:
     def _account(self) -> str:
         """Describe which kernels ran on which SMs, how often, and when."""
         places: dict[tuple[str, int, frozenset[int]], list[Launched]] = {}
-        for one in self.launches():
-            places.setdefault((one.kernel, one.device, one.sms), []).append(one)
+        for launch in self.launches():
+            places.setdefault((launch.kernel, launch.device, launch.sms), []).append(launch)
         if not places:
             return "no kernel ran"
         rows = [
             f"  {kernel}: {len(ran)} times on {_place(sms, device)}, from {ran[0].start:.6f} to "
-            f"{max(one.end for one in ran):.6f} s"
+            f"{max(launch.end for launch in ran):.6f} s"
             for (kernel, device, sms), ran in places.items()
         ]
         return "\n".join(["what ran:", *rows])
 
     def map(self) -> str:
         """Return lines of text that show which leases held which SMs, for the pools of `pool`."""
-        return "\n".join(line for one in self._watched for line in one.map(self.time))
+        return "\n".join(line for watched in self._watched for line in watched.map(self.time))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -239,13 +243,13 @@ class SimGPU:
         Objects that a hung kernel or a device fault keeps alive are expected and not listed.
         """
         open_pools = [pool for pool in self._pools if pool.state in _OPEN]
-        found = [f"a pool that was not closed, {pool!r}" for pool in open_pools]
+        left = [f"a pool that was not closed, {pool!r}" for pool in open_pools]
         for driver, faults in self._machines:
             if not _leaves_on_purpose(driver, faults) and driver.live():
                 gc.collect()  # uncollected garbage is not a leak
                 alive = ", ".join(f"{number} x {kind}" for kind, number in driver.live().items())
-                found += [f"alive on the GPU: {alive}"] if alive else []
-        return found
+                left += [f"alive on the GPU: {alive}"] if alive else []
+        return left
 
     def close(self) -> list[str]:
         """Return what is left, and close as much of it as possible, for the next test."""
@@ -270,14 +274,14 @@ class _WatchedPool:
 
     def _add(self, record: Record) -> None:
         if not self._devices and isinstance(record, Granted):
-            self._devices = [_traced(one) for one in self._pool.snapshot().devices]
+            self._devices = [_traced(device) for device in self._pool.snapshot().devices]
         self._history.add(record)
 
     def map(self, now: float) -> list[str]:
         spans = self._history.all_spans(now)
         if not spans:
             return []
-        start, end = min(one.start for one in spans), max(one.end for one in spans)
+        start, end = min(span.start for span in spans), max(span.end for span in spans)
         return sm_map.text(sm_map.by_holder(spans), self._devices, start, end)
 
 
@@ -323,12 +327,12 @@ def _ids(mask: int) -> frozenset[int]:
 def _ranges(ids: Iterable[int]) -> str:
     """Format ids as ranges: `0-15, 32`."""
     ranges: list[list[int]] = []
-    for each in sorted(ids):
-        if ranges and each == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [each]
+    for number in sorted(ids):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
         else:
-            ranges.append([each])
-    return ", ".join("-".join(map(str, each)) for each in ranges)
+            ranges.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in ranges)
 
 
 def _place(sms: frozenset[int], device: int) -> str:

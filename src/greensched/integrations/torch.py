@@ -139,7 +139,7 @@ _sizing = threading.Lock()
 
 def around_call(
     call: CallContext,
-    given: Sequence[object],  # noqa: ARG001  a call hook has it; the function may use this library whatever its arguments
+    arguments: Sequence[object],  # noqa: ARG001  a call hook has it; the function may use this library whatever its arguments
 ) -> Callable[[Callable[[], Any]], Any] | None:
     """Run `p.run` with torch. A call hook, registered when this module is imported.
 

@@ -65,9 +65,9 @@ def compiled(
     from greensched.driver import nvrtc
 
     if in_sandbox:
-        given = "sandbox" + sandbox.headers()
+        key_text = "sandbox" + sandbox.headers()
         key = key_of(
-            source, given.encode(), name=name, arch=arch, options=options, nvrtc=nvrtc.version()
+            source, key_text.encode(), name=name, arch=arch, options=options, nvrtc=nvrtc.version()
         )
         compile_source = partial(sandbox.compile, source, name=name, arch=arch, options=options)
         return shared().get(key, compile_source)

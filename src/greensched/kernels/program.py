@@ -260,7 +260,9 @@ class _Cubin(Program):
         super().__init__("", name=name)
         self._binary = bytes(binary)
         self._arch = arch
-        self._parameters = {kernel: _checked(kernel, given) for kernel, given in parameters.items()}
+        self._parameters = {
+            kernel: _checked(kernel, declared) for kernel, declared in parameters.items()
+        }
         _split_arch(arch)
 
     def compile(self, arch: str) -> bytes:

@@ -97,9 +97,9 @@ def compile(  # noqa: A001 - used as sandbox.compile(...)
     check(source, name, options)
     if not _ARCH.fullmatch(arch):
         raise InvalidRequest(f"arch={arch!r} is not an architecture: give one such as 'sm_90'")
-    asked = {"source": source, "name": name, "arch": arch, "options": list(options)}
+    request = {"source": source, "name": name, "arch": arch, "options": list(options)}
     with _slots:
-        status, answer = _run(asked)
+        status, answer = _run(request)
     outcome, content = answer[:1], answer[1:]
     if outcome == sandbox_worker.CUBIN and content:
         return content
@@ -115,7 +115,7 @@ def compile(  # noqa: A001 - used as sandbox.compile(...)
 
 
 def _run(
-    asked: dict[str, Any],
+    request: dict[str, Any],
     time_limit: float = TIME_LIMIT_S,
     cpu_seconds: int = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
@@ -132,7 +132,7 @@ def _run(
         start_new_session=True,
     ) as process:
         try:
-            answer, _ = process.communicate(json.dumps(asked).encode(), timeout=time_limit)
+            answer, _ = process.communicate(json.dumps(request).encode(), timeout=time_limit)
         except subprocess.TimeoutExpired:
             return None, b""
         finally:

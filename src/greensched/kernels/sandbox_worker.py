@@ -115,7 +115,9 @@ def restrict_calls() -> None:
         (end, 0, 0, allow),
         (end, 0, 0, fail),
     ]
-    packed = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in program))
+    packed = ctypes.create_string_buffer(
+        b"".join(struct.pack("=HBBI", *statement) for statement in program)
+    )
     described = struct.pack("@HP", len(program), ctypes.addressof(packed))
     if _libc.prctl(_SET_SECCOMP, _FILTER, described, 0, 0):
         raise _error("seccomp")
@@ -123,10 +125,10 @@ def restrict_calls() -> None:
 
 def _syscall(*arguments: object) -> int:
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    found = int(_libc.syscall(*converted))
-    if found < 0:
+    result = int(_libc.syscall(*converted))
+    if result < 0:
         raise _error("Landlock")
-    return found
+    return result
 
 
 def _error(what: str) -> OSError:
@@ -166,10 +168,13 @@ def main(path: str, cpu_seconds: str, memory_bytes: str) -> None:
     except (OSError, ValueError) as error:
         answer.write(UNAVAILABLE + str(error).encode())
         return
-    asked = json.loads(sys.stdin.buffer.read())
+    request = json.loads(sys.stdin.buffer.read())
     try:
         cubin = nvrtc.compile(
-            asked["source"], name=asked["name"], arch=asked["arch"], options=asked["options"]
+            request["source"],
+            name=request["name"],
+            arch=request["arch"],
+            options=request["options"],
         )
     except CompileFailed as failed:
         answer.write(FAILED + failed.log.encode(errors="replace"))

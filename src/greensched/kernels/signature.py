@@ -106,8 +106,8 @@ class Signatures:
         #: The kernels with C linkage, in the order of the source.
         self.names = tuple(
             name
-            for name, found in self._definitions.items()
-            if any(definition.has_c_linkage for definition in found)
+            for name, definitions in self._definitions.items()
+            if any(definition.has_c_linkage for definition in definitions)
         )
 
     def parameters(self, kernel: str) -> tuple[Parameter, ...]:
@@ -117,15 +117,15 @@ class Signatures:
             InvalidRequest: The source does not define the kernel, defines it without C linkage or
                 in two ways, or a parameter is not a scalar or a pointer of a known type.
         """
-        found = self._definitions.get(kernel)
-        if found is None:
+        definitions = self._definitions.get(kernel)
+        if definitions is None:
             raise InvalidRequest(self._missing(kernel))
-        for definition in found:
+        for definition in definitions:
             if not definition.has_c_linkage:
                 self._refuse(definition, 'it is not extern "C", so its name is mangled')
-        read = [self._read(definition) for definition in found]
+        read = [self._read(definition) for definition in definitions]
         if any(parameters != read[0] for parameters in read):
-            self._refuse(found[-1], "it is defined with different parameters")
+            self._refuse(definitions[-1], "it is defined with different parameters")
         return read[0]
 
     def _read(self, definition: _Definition) -> tuple[Parameter, ...]:
@@ -211,7 +211,7 @@ def _split(tokens: list[_Token]) -> list[list[_Token]]:
 def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
     closing = _closings(tokens)
     named = _names(tokens, closing)
-    found: set[int] = set()
+    openings: set[int] = set()
     blocks: list[bool] = []  # for each open brace, whether it gives C linkage
     open_c_blocks = 0
     links_as_c = is_template = False  # of the current declaration
@@ -219,8 +219,8 @@ def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
         text = token.text
         if text == "__global__":
             name = named[index + 1]
-            if name is not None and name not in found:
-                found.add(name)
+            if name is not None and name not in openings:
+                openings.add(name)
                 has_c_linkage = (links_as_c and not is_template) or open_c_blocks > 0
                 end = tokens[closing[name + 1]].at
                 yield _Definition(tokens[name], tokens[name + 1].at + 1, end, has_c_linkage)

@@ -60,5 +60,5 @@ def device_lost(host: LosingHost, error: BaseException) -> None:
 
 def first_fault(device_pools: Sequence[DevicePool]) -> BaseException | None:
     """Return the first device fault of a pool, or None."""
-    failures = (each.device.health.failure for each in device_pools)
+    failures = (device_pool.device.health.failure for device_pool in device_pools)
     return next((failure for failure in failures if failure is not None), None)

@@ -177,7 +177,7 @@ class DevicePool:
             self.close_use(lambda: PoolClosed("this pool"))
             self.forget()
             return busy
-        steps: list[Callable[[], object]] = [each.close for each in self.executors.values()]
+        steps: list[Callable[[], object]] = [executor.close for executor in self.executors.values()]
         parts = self.memory, self.pinned, self.staging, self.slots, self.words, self.device
         steps += [part.close for part in parts]
         try:
@@ -241,5 +241,5 @@ def index_of(device_pools: Sequence[DevicePool], ordinal: int) -> int:
     for index, device_pool in enumerate(device_pools):
         if device_pool.device.ordinal == ordinal:
             return index
-    known = ", ".join(str(each.device.ordinal) for each in device_pools)
+    known = ", ".join(str(device_pool.device.ordinal) for device_pool in device_pools)
     raise InvalidRequest(f"device {ordinal} is not in this pool, which has {known}")

@@ -41,13 +41,13 @@ def _suspended_at(task: object) -> str:
     """Return the place outside this library where a task of asyncio or trio waits."""
     get_coro = getattr(task, "get_coro", None)
     awaited: object = getattr(task, "coro", None) if get_coro is None else get_coro()
-    found = ""
+    location = ""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None)
         if frame is not None and not str(frame.f_globals.get("__name__")).startswith(BETWEEN):
-            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         awaited = getattr(awaited, "cr_await", None)
-    return found
+    return location
 
 
 class HolderWatch:
@@ -69,25 +69,29 @@ class HolderWatch:
         if now < self._due:
             return []
         self._due = now + MOST_S
-        waiting = [one for one in firsts() if now - one.arrived >= MOST_S and _may_have_more(one)]
-        devices = {device for one in waiting for device in one.devices}
-        long = [one for one in waiting if now - one.arrived >= LONG_LEASE_S]
-        kept = {device for one in long for device in one.devices}
-        found, before = [], self._named
+        waiting = [
+            request
+            for request in firsts()
+            if now - request.arrived >= MOST_S and _may_have_more(request)
+        ]
+        devices = {device for request in waiting for device in request.devices}
+        long = [request for request in waiting if now - request.arrived >= LONG_LEASE_S]
+        kept = {device for request in long for device in request.devices}
+        texts, before = [], self._named
         self._named = {}
         for lease in leases:
             grant = lease.grant
             gives = lease.is_open and grant.request.is_elastic and not grant.is_shared
             if gives and grant.device in devices and now - grant.since >= MOST_S:
                 if before.get(lease) != grant.since:
-                    found.append(_warning(lease, now))
+                    texts.append(_warning(lease, now))
                 self._named[lease] = grant.since
             is_fixed = not (gives or grant.over or grant.is_shared)
             if is_fixed and grant.device in kept and now - grant.began >= LONG_LEASE_S:
                 if before.get(lease) != grant.began:
-                    found.append(_long_warning(lease, now))
+                    texts.append(_long_warning(lease, now))
                 self._named[lease] = grant.began
-        return found
+        return texts
 
 
 def _may_have_more(request: Request) -> bool:

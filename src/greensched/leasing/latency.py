@@ -55,11 +55,15 @@ class LatencyCurve:
             raise InvalidRequest(
                 f"samples={samples!r}: give durations by SMs, such as {{8: [0.004], 16: [0.002]}}"
             )
-        by_size: dict[int, Any] = {as_int(sms): given for sms, given in samples.items()}
+        by_size: dict[int, Any] = {as_int(sms): durations for sms, durations in samples.items()}
         for sms in sorted(by_size):
-            given = by_size[sms]
-            durations = list(map(as_float, as_tuple(given) or ()))
-            if sms < 1 or not durations or not all(0 <= each < math.inf for each in durations):
+            values = by_size[sms]
+            durations = list(map(as_float, as_tuple(values) or ()))
+            if (
+                sms < 1
+                or not durations
+                or not all(0 <= seconds < math.inf for seconds in durations)
+            ):
                 raise InvalidRequest(
                     f"samples for {list(samples)} SMs: give whole numbers of SMs, and at least one "
                     "duration in seconds for each"
@@ -283,12 +287,12 @@ async def measure(
     """Measure a piece of work on partitions of each size, in turns. See `Pool.measure`."""
     if not callable(fn):
         raise InvalidRequest(f"measure({fn!r}): give a function, or a coroutine function")
-    given: Any = as_tuple(sizes)  # because an iterator would be used up by the first turn
-    if given is None:
+    checked: Any = as_tuple(sizes)  # because an iterator would be used up by the first turn
+    if checked is None:
         raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
     samples: dict[int, list[float]] = {}
     for turn in range(1 + repeats):
-        for sms in given:
+        for sms in checked:
             async with source.partition(sms, device=device, service=service) as p:
                 start = clock()
                 await (fn(p, *args) if is_coroutine_function(fn) else p.run(fn, *args))

@@ -124,8 +124,9 @@ class LeaseRecords:
         elif grant.mask:
             ordinal, cells = device_pool.device.ordinal, grant.mask & device_pool.cells.full_mask
             add(Resized(now, grant.number, name, ordinal, cells, grant.sms))
-        for one in {grant: None, **dict.fromkeys(self._told_loans)}:  # owners may write off loans
-            self._add_loans(one, now)
+        # Other grants, too, because owners may write off their loans.
+        for borrower in {grant: None, **dict.fromkeys(self._told_loans)}:
+            self._add_loans(borrower, now)
         if not grant.mask:
             if not grant.released:
                 add(Released(now, grant.number, name))

@@ -155,7 +155,7 @@ class LeaseManager:
             CUDAError: An executor over the home cells of a class cannot be made.
         """
         scheduler = Scheduler(
-            [each.cells for each in device_pools],
+            [device_pool.cells for device_pool in device_pools],
             policy,
             max_waiting,
             lambda index, mask: mask in device_pools[index].executors,
@@ -164,19 +164,19 @@ class LeaseManager:
             placement=placement,
             on_reclaim=self._close_cached_locked,
         )
-        for index, (each, ready) in enumerate(
+        for index, (device_pool, ready) in enumerate(
             zip(device_pools, scheduler.ready_masks, strict=True)
         ):
-            each.prebuild_homes(scheduler.home_masks(index))
-            for mask in each.executors:
+            device_pool.prebuild_homes(scheduler.home_masks(index))
+            for mask in device_pool.executors:
                 ready.setdefault(mask.bit_count(), {})[mask] = None
         update_quotas(self._quotas, services)
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
             self.records.device_pools = self.device_pools
             self.watchdog.set_services_locked(services)
-            for each in device_pools:
-                each.device.health.on_failure = partial(device_lost, self)
+            for device_pool in device_pools:
+                device_pool.device.health.on_failure = partial(device_lost, self)
             if self.state is PoolState.OPENING:  # otherwise it is closed as soon as it is open
                 self.state = OPEN
                 self.cache.open_locked(scheduler, self._time)
@@ -271,7 +271,7 @@ class LeaseManager:
             self._look_for_closed_loops(poller)
         try:
             with self.lock:
-                asked, leases, granted = self._request_locked(request, poller, wait=wait)
+                scheduled, leases, granted = self._request_locked(request, poller, wait=wait)
         except BaseException as error:
             if not isinstance(error, WouldBlock):
                 self.records.tell_rarely("refused %s: %s", request, error)
@@ -283,9 +283,9 @@ class LeaseManager:
         except BaseException:  # an interrupt in a policy, which the caller gets instead of a lease
             for lease in leases:
                 lease.end()
-            self._cancel(asked)
+            self._cancel(scheduled)
             raise
-        return asked, leases
+        return scheduled, leases
 
     def _request_locked(
         self, request: LeaseRequest, poller: CompletionPoller, *, wait: bool
@@ -298,7 +298,7 @@ class LeaseManager:
         if is_watched:
             self.records.add_requested(now, self.scheduler.arrivals, request, holder)
         try:
-            asked = self.scheduler.request(
+            scheduled = self.scheduler.request(
                 now,
                 request.parts,
                 service=request.service,
@@ -314,13 +314,13 @@ class LeaseManager:
                 name, number = type(error).__name__, self.scheduler.arrivals
                 self.recorder.add(Refused(now, number, request.service, name))
             raise
-        granted = self.scheduler.resized(asked)
-        leases = self._claim_locked(asked, poller, request) if asked.grants else ()
+        granted = self.scheduler.resized(scheduled)
+        leases = self._claim_locked(scheduled, poller, request) if scheduled.grants else ()
         if not leases:
-            GrantWaiter(asked, poller)
+            GrantWaiter(scheduled, poller)
             if is_watched:
-                self.records.add_queued(asked, self.scheduler.waiting)
-        return asked, leases, granted
+                self.records.add_queued(scheduled, self.scheduler.waiting)
+        return scheduled, leases, granted
 
     @property
     def in_decision(self) -> bool:

@@ -131,7 +131,7 @@ class MissingExecutors:
                 refused = [
                     r for r in host.scheduler.queued() if (index, mask) in r.missing_executors
                 ]
-                granted = [other for one in refused for other in host.cancel_locked(one)]
+                granted = [other for request in refused for other in host.cancel_locked(request)]
         for request in refused:
             assert failure is not None
             refuse(request, failure)

@@ -539,7 +539,7 @@ class Partition(AsyncBlock):
         """
         return graphs.capture(self._ready_lease(), fn, args, kwargs)
 
-    def keep_alive(self, *things: object) -> Job[None]:
+    def keep_alive(self, *objects: object) -> Job[None]:
         """Keep objects alive until the device has done the work submitted here so far.
 
         For arrays of other libraries in work on `stream`: a library may reuse their memory
@@ -552,7 +552,7 @@ class Partition(AsyncBlock):
         """
         lease = self._own_lease()
         lease.check_pool()
-        return calls.keep_alive(lease, things)
+        return calls.keep_alive(lease, objects)
 
     @property
     def call(self) -> CallContext:

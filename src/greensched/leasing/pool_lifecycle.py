@@ -192,8 +192,10 @@ class PoolLifecycle:
                     max_executors=options.max_executors,
                 )
                 device_pools.append(device_pool)
-            for each in device_pools:
-                each.neighbours = {o.device.ordinal: o for o in device_pools if o is not each}
+            for device_pool in device_pools:
+                device_pool.neighbours = {
+                    o.device.ordinal: o for o in device_pools if o is not device_pool
+                }
             manager.start(
                 device_pools,
                 options.policy,
@@ -205,7 +207,9 @@ class PoolLifecycle:
                 self.granting, self.opening_error = manager, None
                 if self.is_timed:
                     manager.time_leases_locked()
-            logger.info("a pool is open over %s", [each.device for each in device_pools])
+            logger.info(
+                "a pool is open over %s", [device_pool.device for device_pool in device_pools]
+            )
         except BaseException as error:
             for device_pool in device_pools:
                 device_pool.abandon()
@@ -290,7 +294,9 @@ class PoolLifecycle:
         if is_finalizing() or manager is None or manager.state is not PoolState.OPEN:
             return
         if not manager.is_used:
-            process.end_claims(manager.driver, [one.device.ordinal for one in self.device_pools])
+            process.end_claims(
+                manager.driver, [device_pool.device.ordinal for device_pool in self.device_pools]
+            )
             self.abort()
 
     def _begin_closing(self) -> BackgroundTask[CloseReport]:

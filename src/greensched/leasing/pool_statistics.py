@@ -61,17 +61,19 @@ def collect_statistics(
     wake: Durations | None,
 ) -> PoolStatistics:
     """Collect the statistics of one moment. The caller holds the manager's lock."""
-    executors = [executor for each in device_pools for executor in each.executors.values()]
+    executors = [
+        executor for device_pool in device_pools for executor in device_pool.executors.values()
+    ]
     return PoolStatistics(
         state=state,
         devices=len(device_pools),
-        sms_total=sum(each.cells.total for each in device_pools),
+        sms_total=sum(device_pool.cells.total for device_pool in device_pools),
         leases=leases,
         executors=len(executors),
-        executors_made=sum(each.builder.made for each in device_pools),
+        executors_made=sum(device_pool.builder.made for device_pool in device_pools),
         values_made=sum(executor.locals.made for executor in executors),
         completion="event" if executors and executors[0].uses_events else "word",
-        degraded=tuple(what for each in device_pools for what in each.degraded),
+        degraded=tuple(what for device_pool in device_pools for what in device_pool.degraded),
         services=scheduler.services(now),
         wake=wake,
         executors_hung=sum(executor.hang is not None for executor in executors),

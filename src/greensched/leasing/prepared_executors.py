@@ -34,17 +34,17 @@ def executors(lifecycle: PoolLifecycle, service: str) -> tuple[ExecutorInfo, ...
     """See `Pool.executors`."""
     manager = lifecycle.manager()
     manager.check()
-    found = [
-        ExecutorInfo(each.device.ordinal, each.cells.sm_count(mask), mask)
-        for index, each in enumerate(manager.device_pools)
+    infos = [
+        ExecutorInfo(device_pool.device.ordinal, device_pool.cells.sm_count(mask), mask)
+        for index, device_pool in enumerate(manager.device_pools)
         for mask in manager.scheduler.home_masks(index, service)
     ]
-    if not found:
+    if not infos:
         raise InvalidRequest(
             f"service {service!r} names no sizes, so its leases may use any executor: give it "
             "some, such as ServiceClass(..., sizes=(24, 48))"
         )
-    return tuple(found)
+    return tuple(infos)
 
 
 async def prepare_local(
@@ -55,8 +55,8 @@ async def prepare_local(
 ) -> None:
     """See `Pool.prepare_local`."""
     check_blocking(factory)
-    found = executors(lifecycle, service)
-    for done, info in enumerate(found, 1):
+    infos = executors(lifecycle, service)
+    for done, info in enumerate(infos, 1):
         sms = info.sm_count
         request = LeaseRequest((SizeRange(sms, sms),), (sms,), device=info.device_id)
         lease = await lifecycle.manager().claim(request, info.cells)
@@ -68,4 +68,4 @@ async def prepare_local(
         finally:
             values.is_prepared = False
         if progress is not None:
-            progress(done, len(found))
+            progress(done, len(infos))

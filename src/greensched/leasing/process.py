@@ -97,8 +97,8 @@ def own_folder(folder: Path) -> Path:
         OSError: It cannot be created, belongs to another user, or is not a folder.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
         raise OSError(f"{folder} is not a folder that this user owns")
     return folder
 
@@ -117,7 +117,7 @@ def release_devices(driver: Driver, ordinals: Sequence[int]) -> None:
             _ending.discard(key)
             if key in _files:
                 os.close(_files.pop(key))
-            for entry in [one for one in _waiting if one[0] == key]:
+            for entry in [claim for claim in _waiting if claim[0] == key]:
                 _waiting.remove(entry)
                 entry[1].put(None)
 

@@ -86,13 +86,13 @@ class RequestParser:
             key = (sms, service) if len(options) == 1 and type(service) is str else None
         if key is None or type(sms) is not int:  # True is not a size
             return self.parse_many((sms,), **options)
-        found = self._reused.get(key)
-        if found is None:
+        request = self._reused.get(key)
+        if request is None:
             may_keep = len(self._reused) < MAX_REUSED
-            found = self.parse_many((sms,), is_reused=may_keep, **options)
+            request = self.parse_many((sms,), is_reused=may_keep, **options)
             if may_keep:
-                self._reused[key] = found
-        return found
+                self._reused[key] = request
+        return request
 
     def parse_many(
         self,
@@ -146,26 +146,28 @@ class RequestParser:
             )
 
     def _with_sizes_of(
-        self, service: str, parts: tuple[SizeRange, ...], asked: tuple[Size, ...]
+        self, service: str, parts: tuple[SizeRange, ...], sizes: tuple[Size, ...]
     ) -> tuple[SizeRange, ...]:
         """Check that a request uses sizes of its class, if there are any. ALL is the largest.
 
         Raises:
             InvalidRequest: It uses other sizes.
         """
-        known = next(one.sizes for one in self.services if one.name == service)
+        known = next(
+            service_class.sizes for service_class in self.services if service_class.name == service
+        )
         if not known:
             return parts
         parts = tuple(part._replace(most=min(part.most, known[-1])) for part in parts)
         if any(part.named or not {part.least, part.most} <= {*known} for part in parts):
             raise InvalidRequest(
-                f"sms={', '.join(map(repr, asked))}: service {service!r} has the sizes {known}: "
+                f"sms={', '.join(map(repr, sizes))}: service {service!r} has the sizes {known}: "
                 f"ask for one of them, or for a range, such as ({known[0]}, {known[-1]})"
             )
         return parts
 
     def _check_known(self, service: object) -> None:
-        names = [one.name for one in self.services]
+        names = [service_class.name for service_class in self.services]
         if not (isinstance(service, str) and service in names):  # an array has no truth value
             known = ", ".join(names) or "none"
             raise InvalidRequest(
@@ -213,10 +215,10 @@ def checked_kernels(prepare: object) -> tuple[Kernel, ...]:
     Raises:
         InvalidRequest: A value is not a kernel.
     """
-    given = as_tuple(prepare)
-    if given is None or not all(isinstance(kernel, Kernel) for kernel in given):
+    kernels = as_tuple(prepare)
+    if kernels is None or not all(isinstance(kernel, Kernel) for kernel in kernels):
         raise InvalidRequest(f"prepare={prepare!r}: give kernels, such as [kernels.saxpy]")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(kernels))
 
 
 # -- waiting for a grant ---------------------------------------------------------------------------

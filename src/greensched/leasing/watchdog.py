@@ -79,7 +79,9 @@ def checked_exit_policy(policy: object) -> ExitPolicy:
 
 def has_limits(hang_after: float | None, services: Iterable[ServiceClass]) -> bool:
     """Whether a pool or one of its classes has a limit."""
-    return hang_after is not None or any(one.hang_after is not None for one in services)
+    return hang_after is not None or any(
+        service_class.hang_after is not None for service_class in services
+    )
 
 
 def end_process(policy: ExitPolicy) -> None:
@@ -127,7 +129,7 @@ class Watchdog:
 
     def set_services_locked(self, services: Sequence[ServiceClass]) -> None:
         """Use the limits of these classes for turns from now on."""
-        limits = [self._hang_after, *(one.hang_after for one in services)]
+        limits = [self._hang_after, *(service_class.hang_after for service_class in services)]
         self._shortest = min((limit for limit in limits if limit is not None), default=math.inf)
         self.is_on = has_limits(self._hang_after, services)
         self._host.pollers.set_watchdog_locked(self.look if self.is_on else None)
@@ -190,8 +192,8 @@ class Watchdog:
 
     def _lease_locked(self, stream: TicketedStream) -> Lease | None:
         """Return the lease that has the stream's executor. A cached lease has no work."""
-        having = (one for one in self._host.leases if one.executor is stream.owner)
-        return next((one for one in having if not one.grant.over), None)
+        having = (lease for lease in self._host.leases if lease.executor is stream.owner)
+        return next((lease for lease in having if not lease.grant.over), None)
 
     # -- hanging work ----------------------------------------------------------------------------
 
@@ -225,8 +227,8 @@ class Watchdog:
             return
         turn.hangs = False
         with self._host.lock:
-            others = (self._turns.get(one) for one in executor.streams)
-            if any(one is not None and one.hangs for one in others):
+            others = (self._turns.get(other) for other in executor.streams)
+            if any(turn is not None and turn.hangs for turn in others):
                 return
             executor.hang = None
             lease = self._lease_locked(stream)
@@ -259,14 +261,14 @@ class Watchdog:
         assert isinstance(executor, Executor)
         grant = None if lease is None else lease.grant
         left = [job for job in executor.recent_jobs if not job[0].reached(job[1])]
-        own = [name for one, _, name in left if one is stream]
+        own = [name for owner, _, name in left if owner is stream]
         ahead = None if turn.ahead is None else turn.ahead[0].hang
         work = own[0] if own else ""
         if ahead is not None:
             work = f"{work or 'work'} (behind {ahead.work or 'work'} of {ahead.place})"
         return DeviceHung(
             work=work,
-            behind=(*own[1:], *(name for one, _, name in left if one is not stream)),
+            behind=(*own[1:], *(name for owner, _, name in left if owner is not stream)),
             device=executor.ordinal,
             sms=executor.sm_count,
             cells=executor.mask,
@@ -292,17 +294,17 @@ class Watchdog:
             if isinstance(other, Executor) and other.device is executor.device:
                 ages[other] = max(ages.get(other, 0.0), now - turn.began)
         ages.pop(executor, None)
-        oldest = sorted(ages, key=lambda one: -ages[one])
+        oldest = sorted(ages, key=lambda key: -ages[key])
         return tuple(f"{other} for {ages[other]:.3g} s" for other in oldest)
 
 
 def _queues() -> int:
     """Return the number of a device's hardware queues for this process."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(given) if given.isdecimal() else DEFAULT_QUEUES
+    setting = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(setting) if setting.isdecimal() else DEFAULT_QUEUES
 
 
 def _first_unreached(stream: TicketedStream) -> tuple[TicketedStream, int] | None:
     """Return what a stream waits for on another stream, hanging work first, or None."""
     waits = [ahead for ahead in tuple(stream.behind) if not ahead[0].reached(ahead[1])]
-    return next((one for one in waits if one[0].hangs(one[1])), waits[0] if waits else None)
+    return next((wait for wait in waits if wait[0].hangs(wait[1])), waits[0] if waits else None)

@@ -44,15 +44,15 @@ class TracedDevice:
 
     def sms_of(self, mask: int) -> list[tuple[int, int]]:
         """Return the SMs of a set of cells as ranges (first, end), in the order of the cells."""
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for cell in range(mask.bit_length()):
             if mask >> cell & 1:
                 first = min(cell * self.cell_sms, self.sms)
                 end = first + self.cell_sms if cell < self.cell_count else self.sms
-                if found and found[-1][1] == first:
-                    first = found.pop()[0]
-                found.append((first, end))
-        return found
+                if ranges and ranges[-1][1] == first:
+                    first = ranges.pop()[0]
+                ranges.append((first, end))
+        return ranges
 
 
 @dataclass(frozen=True, slots=True)

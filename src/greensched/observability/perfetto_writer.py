@@ -149,8 +149,8 @@ class PerfettoWriter:
 
     def take(self) -> bytes:
         """Return the bytes encoded since the last call."""
-        found, self._packets = self._packets.getvalue(), io.BytesIO()
-        return found
+        packets, self._packets = self._packets.getvalue(), io.BytesIO()
+        return packets
 
     def add(self, record: Record) -> None:
         """Encode the next record."""
@@ -373,8 +373,8 @@ class PerfettoWriter:
 
     def _end_slice(self, begun: _Slice, record: Record | None = None) -> None:
         self._rows[begun.key].discard(begun.row)
-        found = None if record is None else _annotations(record)
-        self._event(_END, begun.track, annotations=found)
+        annotations = None if record is None else _annotations(record)
+        self._event(_END, begun.track, annotations=annotations)
 
     # -- packets ---------------------------------------------------------------------------------
 
@@ -398,8 +398,8 @@ class PerfettoWriter:
             event.terminating_flow_ids.append(ends)
         if value is not None:
             event.counter_value = value
-        for key, each in (annotations or {}).items():
-            _annotate(event.debug_annotations.add(), key, each)
+        for key, annotation in (annotations or {}).items():
+            _annotate(event.debug_annotations.add(), key, annotation)
         self._write(packet)
 
     def _write(self, packet: TracePacket) -> None:

@@ -45,7 +45,7 @@ def rectangles(spans: Iterable[Span], devices: Iterable[TracedDevice]) -> list[R
     A loan has a number of SMs, not particular ones; the last SMs of the lease represent it.
     """
     by_ordinal = {device.ordinal: device for device in devices}
-    found = []
+    areas = []
     for span in spans:
         own = span.sms - span.lent
         for first, end in by_ordinal[span.device].sms_of(span.cells):
@@ -54,34 +54,34 @@ def rectangles(spans: Iterable[Span], devices: Iterable[TracedDevice]) -> list[R
             for low, high, is_lent in ((first, between, False), (between, end, True)):
                 if low < high:
                     when = span.start, span.end, span.service, span.draining
-                    found.append(Rectangle(span.device, low, high, *when, is_lent))
-    return sorted(found, key=lambda one: (one.start, one.first))
+                    areas.append(Rectangle(span.device, low, high, *when, is_lent))
+    return sorted(areas, key=lambda area: (area.start, area.first))
 
 
-def merged(found: Iterable[Rectangle], gap: float) -> list[Rectangle]:
+def merged(areas: Iterable[Rectangle], gap: float) -> list[Rectangle]:
     """Join rectangles of the same SMs and kind if they, or gaps between them, are short."""
     latest: dict[tuple[object, ...], Rectangle] = {}
     done = []
-    for one in found:
-        key = (one.device, one.first, one.end_sm, one.service, one.is_draining, one.is_lent)
+    for area in areas:
+        key = (area.device, area.first, area.end_sm, area.service, area.is_draining, area.is_lent)
         before = latest.get(key)
-        if before is not None and one.start - before.end < gap and _is_short(before, one, gap):
-            latest[key] = replace(before, end=max(before.end, one.end))
+        if before is not None and area.start - before.end < gap and _is_short(before, area, gap):
+            latest[key] = replace(before, end=max(before.end, area.end))
             continue
         if before is not None:
             done.append(before)
-        latest[key] = one
+        latest[key] = area
     return [*done, *latest.values()]
 
 
-def _is_short(one: Rectangle, other: Rectangle, gap: float) -> bool:
-    return min(one.end - one.start, other.end - other.start) < gap
+def _is_short(first: Rectangle, second: Rectangle, gap: float) -> bool:
+    return min(first.end - first.start, second.end - second.start) < gap
 
 
 def by_holder(spans: Sequence[Span]) -> list[Span]:
     """Return spans with their holders' names as classes; unchanged if there are many."""
-    named = [replace(one, service=f"{one.holder} {one.service}".strip()) for one in spans]
-    return named if len({one.service for one in named}) <= _MOST_HOLDERS else list(spans)
+    named = [replace(span, service=f"{span.holder} {span.service}".strip()) for span in spans]
+    return named if len({span.service for span in named}) <= _MOST_HOLDERS else list(spans)
 
 
 def text(
@@ -100,16 +100,16 @@ def text(
         end: The time of the last column, in seconds.
         origin: The time that the scale shows as 0, in seconds.
     """
-    found = rectangles(spans, devices)
-    if not found:
+    areas = rectangles(spans, devices)
+    if not areas:
         return []
-    services = sorted({one.service for one in found})
+    services = sorted({area.service for area in areas})
     letters = {name: _LETTERS[index % len(_LETTERS)] for index, name in enumerate(services)}
     classes = ", ".join(f"{letters[name]} {name or 'no class'}" for name in services)
     times = f"{start - origin:.6f} to {end - origin:.6f} s"
     lines = [f"SMs by time, {times}: {classes}; lower case: draining; '.': free"]
     for device in devices:
-        of_device = [one for one in found if one.device == device.ordinal]
+        of_device = [area for area in areas if area.device == device.ordinal]
         rows = _rows(of_device, device, letters, start, end)
         for first, last, row in rows[:_ROWS] if of_device else []:
             lines.append(f"GPU {device.ordinal} SM {f'{first}-{last - 1}':>7} |{row}|")
@@ -119,26 +119,28 @@ def text(
 
 
 def _rows(
-    found: list[Rectangle],
+    areas: list[Rectangle],
     device: TracedDevice,
     letters: dict[str, str],
     start: float,
     end: float,
 ) -> list[tuple[int, int, str]]:
     """Return ranges of SMs with the same history, and their holder in each column of time."""
-    edges = sorted({0, device.sms, *(one.first for one in found), *(one.end_sm for one in found)})
+    edges = sorted(
+        {0, device.sms, *(area.first for area in areas), *(area.end_sm for area in areas)}
+    )
     numbers = {edge: number for number, edge in enumerate(edges)}
     held = [[defaultdict[str, float](float) for _ in range(_COLUMNS)] for _ in edges[1:]]
     column = (end - start) / _COLUMNS
-    for one in found:
-        mark = letters[one.service].lower() if one.is_draining else letters[one.service]
-        here, there = (int((time - start) / column) for time in (one.start, one.end))
-        for index in range(here, min(there, _COLUMNS - 1) + 1):
+    for area in areas:
+        mark = letters[area.service].lower() if area.is_draining else letters[area.service]
+        first_column, end_column = (int((time - start) / column) for time in (area.start, area.end))
+        for index in range(first_column, min(end_column, _COLUMNS - 1) + 1):
             begin = start + index * column
-            seconds = min(one.end, begin + column) - max(one.start, begin)
+            seconds = min(area.end, begin + column) - max(area.start, begin)
             if seconds <= 1e-9 * column:  # it ends where the column begins
                 continue
-            for row in held[numbers[one.first] : numbers[one.end_sm]]:
+            for row in held[numbers[area.first] : numbers[area.end_sm]]:
                 row[index][mark] += seconds
     lines = [
         "".join(max(marks, key=marks.__getitem__, default=".") for marks in row) for row in held

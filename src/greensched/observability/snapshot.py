@@ -199,10 +199,10 @@ def snapshots_of(lifecycle: PoolLifecycle) -> Callable[[], Snapshot]:
     reference = weakref.ref(lifecycle)
 
     def take() -> Snapshot:
-        found = reference()
-        if found is None:
+        pool = reference()
+        if pool is None:
             return Snapshot(os.getpid(), 0.0, PoolState.CLOSED.value)
-        return take_snapshot(found)
+        return take_snapshot(pool)
 
     return take
 
@@ -245,15 +245,15 @@ def _device(
     device = device_pool.device
     failure = device.health.failure
     leases = tuple(info for info in held if info.device == device.ordinal)
-    hung = [one for one in device_pool.executors.values() if one.hang is not None]
+    hung = [executor for executor in device_pool.executors.values() if executor.hang is not None]
     return DeviceSnapshot(
         device.ordinal,
         device.name,
         device.uuid,
         device_pool.cells.total,
         "" if failure is None else str(failure),
-        tuple(str(one.hang) for one in hung),
-        _cells(scheduler, index, leases, tuple(one.mask for one in hung)),
+        tuple(str(executor.hang) for executor in hung),
+        _cells(scheduler, index, leases, tuple(executor.mask for executor in hung)),
         leases,
     )
 
@@ -263,7 +263,7 @@ def _cells(
 ) -> tuple[Cell, ...]:
     allocator, grants = scheduler.allocator, tuple(scheduler.allocator.grants[index])
     cells, owners = allocator.devices[index], _owners(scheduler, index)
-    found = []
+    cell_list = []
     for number in range(cells.full_mask.bit_length()):
         cell = 1 << number
         holders = [grant for grant in grants if grant.mask & cell]
@@ -272,7 +272,7 @@ def _cells(
             state = "draining"
         if any(mask & cell for mask in hung):
             state = "hung"
-        found.append(
+        cell_list.append(
             Cell(
                 cells.sm_count(cell),
                 state,
@@ -281,7 +281,7 @@ def _cells(
                 owners.get(cell, ""),
             )
         )
-    return tuple(found)
+    return tuple(cell_list)
 
 
 def _owners(scheduler: Scheduler, index: int) -> dict[int, str]:
@@ -324,19 +324,25 @@ def _services(
     scheduler = manager.scheduler
     states = scheduler.allocator.classes
     grants = [grant for of_device in scheduler.allocator.grants for grant in of_device]
-    sm_seconds = {name: one.sm_seconds for name, one in counted.items()}
+    sm_seconds = {name: statistics.sm_seconds for name, statistics in counted.items()}
     all_seconds, firsts = sum(sm_seconds.values()), _firsts(scheduler) if may_change else {}
-    used = [one for name, one in states.items() if name or one.waiting or sm_seconds.get(name)]
-    weights, is_fair = sum(one.weight for one in used), isinstance(policy, Fair)
-    ordinals = [each.device.ordinal for each in manager.device_pools]
-    found = []
+    used = [
+        state for name, state in states.items() if name or state.waiting or sm_seconds.get(name)
+    ]
+    weights, is_fair = sum(state.weight for state in used), isinstance(policy, Fair)
+    ordinals = [device_pool.device.ordinal for device_pool in manager.device_pools]
+    snapshots = []
     for name, state in states.items():
-        one = counted.get(name)
-        wait, use, drain = (one.wait, one.use, one.drain) if one else (None, None, None)
+        statistics = counted.get(name)
+        wait, use, drain = (
+            (statistics.wait, statistics.use, statistics.drain)
+            if statistics
+            else (None, None, None)
+        )
         reserve = state.reserve_cells * scheduler.allocator.devices[state.home].size
         due = state.weight / weights if is_fair and state in used else 0.0
         first = firsts.get(state)
-        found.append(
+        snapshots.append(
             ServiceSnapshot(
                 name=name,
                 reserve=reserve,
@@ -349,13 +355,13 @@ def _services(
                 sms_lent=state.lent * scheduler.allocator.devices[state.home].size,
                 sms_borrowed=_borrowed(scheduler, state),
                 waiting=state.waiting,
-                granted=scheduler.granted if one is None else one.granted,
+                granted=scheduler.granted if statistics is None else statistics.granted,
                 cancelled=state.cancelled,
                 expired=state.expired,
                 refused=state.refused,
                 share=due if is_fair else reserve / scheduler.allocator.total,
-                sm_time=sm_seconds[name] / all_seconds if one and all_seconds else None,
-                sm_seconds=None if one is None else one.sm_seconds,
+                sm_time=sm_seconds[name] / all_seconds if statistics and all_seconds else None,
+                sm_seconds=None if statistics is None else statistics.sm_seconds,
                 wait_p50=_quantile(wait, 0.5),
                 wait_p99=_quantile(wait, 0.99),
                 use_p50=_quantile(use, 0.5),
@@ -364,7 +370,7 @@ def _services(
                 first=None if first is None else describe(scheduler, ordinals, first, now),
             )
         )
-    return tuple(found)
+    return tuple(snapshots)
 
 
 def _borrowed(scheduler: Scheduler, state: ClassState) -> int:
@@ -389,5 +395,5 @@ def _firsts(scheduler: Scheduler) -> dict[ClassState, Request]:
     return firsts
 
 
-def _quantile(found: Durations | None, fraction: float) -> float | None:
-    return None if found is None else found.quantile(fraction)
+def _quantile(durations: Durations | None, fraction: float) -> float | None:
+    return None if durations is None else durations.quantile(fraction)

@@ -32,17 +32,17 @@ def folders() -> list[Path]:
     A service may run without the variables of a login shell.
     """
     own = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}")
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    return [Path(given, "greensched"), own] if given else [own]
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    return [Path(runtime_dir, "greensched"), own] if runtime_dir else [own]
 
 
 def find_sockets(pid: int | None = None) -> list[Path]:
     """Return the sockets of running pools: of all processes, or of one process."""
-    found = []
+    sockets = []
     for folder in folders():
         with suppress(OSError):
-            found += sorted(folder.glob(f"{'*' if pid is None else pid}-*{SUFFIX}"))
-    return [path for path in found if is_served(path)]
+            sockets += sorted(folder.glob(f"{'*' if pid is None else pid}-*{SUFFIX}"))
+    return [path for path in sockets if is_served(path)]
 
 
 def is_served(path: Path) -> bool:

@@ -103,16 +103,16 @@ class SnapshotServer:
             return
         with suppress(OSError):
             self.path.unlink()
-        for each in (listener, self._connection):
-            if each is not None:
+        for sock in (listener, self._connection):
+            if sock is not None:
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+                    sock.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
 
     def forked(self) -> None:
         """Close a forked child's copies. The socket file stays the parent's."""
-        for each in (self._listener, self._connection):
-            if each is not None:
-                each.close()
+        for sock in (self._listener, self._connection):
+            if sock is not None:
+                sock.close()
         self._listener = self._connection = None
 
     # -- on its thread ---------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class SnapshotServer:
 
     def _answer_to(self, line: bytes) -> dict[str, Any]:
         try:
-            asked = json.loads(line)["version"]
+            version = json.loads(line)["version"]
         except (ValueError, KeyError, TypeError):
             return {"version": VERSION, "error": 'ask with a line such as {"version": 1}'}
-        if asked != VERSION:
-            return {"version": VERSION, "error": f"it was asked for version {asked!r}"}
+        if version != VERSION:
+            return {"version": VERSION, "error": f"it was asked for version {version!r}"}
         try:
             return {"version": VERSION, "snapshot": self._take().as_dict()}
         except Exception as error:  # the thread continues, and the client reports the error
@@ -204,8 +204,8 @@ def _listen(path: Path) -> socket.socket:
 def _user_of(connection: socket.socket) -> int:
     """Return the user id of the connected process."""
     form = struct.Struct("iII")  # struct ucred: pid, uid, gid
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
-    return int(form.unpack(found)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
+    return int(form.unpack(credentials)[1])
 
 
 def checked_socket(value: object) -> Path | None:
@@ -216,9 +216,9 @@ def checked_socket(value: object) -> Path | None:
     """
     if value is True:
         return None
-    if not isinstance(value, (str, os.PathLike)) or not (given := os.fspath(value)):
+    if not isinstance(value, (str, os.PathLike)) or not (socket_path := os.fspath(value)):
         raise InvalidRequest(f"socket={value!r}: give True, or the path of a Unix socket")
-    path = Path(os.fsdecode(given)).absolute()
+    path = Path(os.fsdecode(socket_path)).absolute()
     size = len(os.fsencode(path))
     if size > MOST_BYTES:
         raise InvalidRequest(

@@ -57,7 +57,10 @@ class Trace:
         manager.check()
         if self._thread is not None:
             raise InvalidRequest("this trace was used already: call pool.trace() again")
-        self._devices = [TracedDevice.of(one.device, one.cells) for one in manager.device_pools]
+        self._devices = [
+            TracedDevice.of(device_pool.device, device_pool.cells)
+            for device_pool in manager.device_pools
+        ]
         self._time = manager.driver.time
         self._thread = WorkerThread(manager.driver, "greensched trace", relaxed=False)
         opening = BackgroundTask(self._open)

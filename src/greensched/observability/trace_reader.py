@@ -82,13 +82,13 @@ def _add(trace: RecordedTrace, time: float, values: dict[str, Any]) -> None:
         return
     of_kind: type[records.Record] = getattr(records, kind)
     made: dict[str, Any] = {"time": time}
-    for one in fields(of_kind):
-        if one.name == "context":
-            made[one.name] = Context()
-        elif one.name != "time":
-            value = values.get(one.name, "")
-            parse = _PARSERS.get(str(one.type))
-            made[one.name] = value if parse is None else parse(value)
+    for record_field in fields(of_kind):
+        if record_field.name == "context":
+            made[record_field.name] = Context()
+        elif record_field.name != "time":
+            value = values.get(record_field.name, "")
+            parse = _PARSERS.get(str(record_field.type))
+            made[record_field.name] = value if parse is None else parse(value)
     trace.history.add(of_kind(**made))
 
 
@@ -110,7 +110,9 @@ def _annotated(file: IO[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
         annotations = packet.track_event.debug_annotations
         if annotations and annotations[0].name == RECORD:
             values = {
-                one.name: getattr(one, one.WhichOneof("value") or "string_value")
-                for one in annotations
+                annotation.name: getattr(
+                    annotation, annotation.WhichOneof("value") or "string_value"
+                )
+                for annotation in annotations
             }
             yield packet.timestamp / 1e9, values

@@ -131,12 +131,12 @@ def _kept(facts: _Facts) -> tuple[Reason, str]:
     if reservation is not None and reservation.request is not request:
         first = reservation.request
         if reservation.device == device and device not in request.held_devices:
-            asked, waited = scheduler.dispatcher.asked(first), facts.now - first.arrived
+            requested, waited = scheduler.dispatcher.asked(first), facts.now - first.arrived
             text = f"{have}, which is kept for an earlier request of {_named(first.class_state)}"
-            return "kept", f"{text} for {asked} SMs, which has waited {_duration(waited)}"
+            return "kept", f"{text} for {requested} SMs, which has waited {_duration(waited)}"
     size = allocator.devices[device].size
-    owners = [one for one in allocator.reservations[device].owners if one is not facts.state]
-    kept = {one.name: one.reserved_free * size for one in owners if one.reserved_free}
+    owners = [owner for owner in allocator.reservations[device].owners if owner is not facts.state]
+    kept = {owner.name: owner.reserved_free * size for owner in owners if owner.reserved_free}
     if kept and facts.free - sum(kept.values()) < sms:
         parts = " and ".join(f"{count} for {name!r}" for name, count in kept.items())
         return "reserve", f"{have}, of which reserves keep {parts}"
@@ -174,8 +174,10 @@ def _next(facts: _Facts) -> str:
     oldest = min(grants, key=lambda grant: grant.began, default=None)
     if oldest is None:
         return "nothing is leased there"
-    has = f"has had {oldest.sms} for {_duration(now - oldest.began)}"
-    return f"no lease there is known to end, and the oldest, of {_named(oldest.class_state)}, {has}"
+    held = f"has had {oldest.sms} for {_duration(now - oldest.began)}"
+    return (
+        f"no lease there is known to end, and the oldest, of {_named(oldest.class_state)}, {held}"
+    )
 
 
 def _exclusive(facts: _Facts) -> list[Grant]:

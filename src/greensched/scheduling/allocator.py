@@ -190,11 +190,11 @@ class SMAllocator:
         executor, because some drivers make one only on an idle device, and a busy one may never be.
         """
         cells, free = self.devices[device], self.free_masks[device]
-        (asked,), (target,) = request.parts, request.target
+        (part,), (target,) = request.parts, request.target
         least, most, left = self._limits(request, device, limit)
-        if cells.cells_for(asked.least) > least:
+        if cells.cells_for(part.least) > least:
             return 0
-        fewest = asked.least if is_aged else target.least
+        fewest = part.least if is_aged else target.least
         visible = self.visible(request.class_state, device, most)
 
         def value(mask: int) -> tuple[bool, bool, bool, int]:
@@ -203,15 +203,15 @@ class SMAllocator:
             return sms >= target.least, is_below, not mask & ~visible, sms if is_below else -sms
 
         homes = self.homes(request.class_state, device)
-        found = [
+        masks = [
             mask
             for mask in chain.from_iterable((homes or self.ready_masks[device]).values())
             if not mask & ~free
             and self.is_made(device, mask)
-            and fewest <= cells.sm_count(mask) <= min(asked.most, left)
+            and fewest <= cells.sm_count(mask) <= min(part.most, left)
             and cells.cell_count(mask) <= most
         ]
-        return max(found, key=value, default=0)
+        return max(masks, key=value, default=0)
 
     def _find_one(
         self, state: ClassState, device: int, size: SizeRange, most: int, left: int
@@ -380,12 +380,12 @@ class SMAllocator:
 
     def nearest(self, request: Request) -> tuple[int, ...]:
         """Return the sizes nearest to a request's that could ever be granted together."""
-        found = [
+        nearest = [
             self.devices[d].nearest(self.reachable(request, d), request.parts)
             for d in request.devices
         ]
         cap = request.class_state.cap
-        return max((one for one in found if sum(one) <= cap), key=sum, default=())
+        return max((sizes for sizes in nearest if sum(sizes) <= cap), key=sum, default=())
 
     # -- granting and freeing --------------------------------------------------------------------
 
@@ -497,21 +497,21 @@ class SMAllocator:
         made = [mask for mask in ideals if self.is_made(device, mask)]
         if made and choices.gives_back:  # the preferred set leaves others' reserves free
             return made[0], 0
-        found = [*made]
+        masks = [*made]
         if choices.sets and (cells.joins or not made):  # a joined remainder may fit better
             ready = chain.from_iterable((homes or self.ready_masks[device]).values())
             allowed = [mask for mask in ready if choices.allow(cells, mask, least)]
-            found += [mask for mask in allowed if not homes or self.is_made(device, mask)]
+            masks += [mask for mask in allowed if not homes or self.is_made(device, mask)]
         if choices.allow(cells, prefer, least):
-            found.insert(0, prefer)
+            masks.insert(0, prefer)
         if not grant.is_shared:
-            found.insert(1 if prefer in found[:1] else 0, grant.mask)
+            masks.insert(1 if prefer in masks[:1] else 0, grant.mask)
 
         def value(mask: int) -> tuple[bool, int]:
             sms = cells.sm_count(mask)
             return (True, sms) if sms <= most else (False, -sms)
 
-        best = max(found, key=value, default=0)
+        best = max(masks, key=value, default=0)
         missing = [mask for mask in ideals if not best or value(mask) > value(best)]
         return best, missing[0] if missing and self.may_make(device) else 0
 
@@ -657,9 +657,9 @@ class SMAllocator:
         masks = cells.fit_all(reachable, parts)
         if not masks or not self.reservations[device].owners:
             return bool(masks)
-        given = {grant: cells.cell_count(mask) for grant, mask in freed.items()}
+        returned = {grant: cells.cell_count(mask) for grant, mask in freed.items()}
         reservations = self.reservations[device]
-        available = reservations.available_after(cells.cell_count(free), request, given)
+        available = reservations.available_after(cells.cell_count(free), request, returned)
         return sum(map(cells.cell_count, masks)) <= available
 
     def free_at(self, device: int, request: Request, now: float) -> float:
@@ -686,10 +686,10 @@ class SMAllocator:
         grants of lower priority, which give way.
         """
         return [
-            (one.sms, one.ends - now)
-            for one in chain.from_iterable(self.grants)
-            if one.ends is not None and one.ends > now
-            if not (one.request.is_elastic and one.class_state.priority < priority)
+            (grant.sms, grant.ends - now)
+            for grant in chain.from_iterable(self.grants)
+            if grant.ends is not None and grant.ends > now
+            if not (grant.request.is_elastic and grant.class_state.priority < priority)
         ]
 
 

@@ -47,10 +47,10 @@ def parse_size(size: object) -> SizeRange:
     if isinstance(size, NamedSize):
         return SizeRange(0, 0, size)
     least, most = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    found = SizeRange(as_int(least), sys.maxsize if most is ALL else as_int(most))
-    if not 0 < found.least <= found.most:
+    size_range = SizeRange(as_int(least), sys.maxsize if most is ALL else as_int(most))
+    if not 0 < size_range.least <= size_range.most:
         raise InvalidSize(size)
-    return found
+    return size_range
 
 
 def parse_sizes(sizes: tuple[object, ...]) -> tuple[SizeRange, ...]:
@@ -105,7 +105,9 @@ class DeviceCells:
         object.__setattr__(self, "full_mask", cells | remainder)
         object.__setattr__(self, "total", self.size * self.count + self.remainder)
         starts = (range(0, self.count, alignment(cells)) for cells in range(self.count + 1))
-        object.__setattr__(self, "_starts", tuple(sum(1 << at for at in one) for one in starts))
+        object.__setattr__(
+            self, "_starts", tuple(sum(1 << at for at in offsets) for offsets in starts)
+        )
 
     def sm_count(self, mask: int) -> int:
         """Return the number of SMs in a set of cells."""
@@ -240,7 +242,9 @@ class DeviceCells:
         Removes cells from the largest part, then removes parts from the end, until the rest fits.
         """
         most = self.total
-        trial = [SizeRange(min(one.least, most), min(one.least, most), one.named) for one in parts]
+        trial = [
+            SizeRange(min(part.least, most), min(part.least, most), part.named) for part in parts
+        ]
         while trial:
             masks = self.fit_all(free, tuple(trial))
             if masks:

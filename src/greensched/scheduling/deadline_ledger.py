@@ -44,11 +44,11 @@ class Packing:
     def shares(self, sms: int) -> list[float]:
         """Return the fraction of a device that this many SMs take, by each measure."""
         cells, units = min(self._cells.cells_for(sms), self._units), self._units
-        found = [cells / units]
+        shares = [cells / units]
         for k in MEASURES:
             parts = (k + 1) * cells
-            found.append(parts // units / k if parts % units else cells / units)
-        return found
+            shares.append(parts // units / k if parts % units else cells / units)
+        return shares
 
     def work(self, pieces: Iterable[tuple[int, float]]) -> list[float]:
         """Return the device-seconds that pieces take together, by each measure.
@@ -56,11 +56,11 @@ class Packing:
         Args:
             pieces: The SMs and seconds of each piece.
         """
-        found = [0.0] * (1 + len(MEASURES))
+        totals = [0.0] * (1 + len(MEASURES))
         for sms, seconds in pieces:
-            pairs = zip(found, self.shares(sms), strict=True)
-            found = [sum_ + share * seconds for sum_, share in pairs]
-        return found
+            pairs = zip(totals, self.shares(sms), strict=True)
+            totals = [sum_ + share * seconds for sum_, share in pairs]
+        return totals
 
 
 class PackedWork:
@@ -165,9 +165,9 @@ class DeadlineLedger:
         last = self._now + BUCKETS - 1
         return last if due >= last * BUCKET else int(due / BUCKET)  # due / BUCKET may overflow
 
-    def _change(self, bucket: int, work: float, one: int) -> None:
+    def _change(self, bucket: int, work: float, change: int) -> None:
         leaf = bucket % BUCKETS
-        self._leaves[leaf] += one
+        self._leaves[leaf] += change
         if self._leaves[leaf]:
             total = self._sum[BUCKETS + leaf] + work
             self._set(leaf, total, total - self.devices * bucket * BUCKET)
@@ -191,8 +191,8 @@ class DeadlineLedger:
             return 0.0, -math.inf
         if low < high:
             return self._fold_leaves(low, high)
-        one, other = self._fold_leaves(low, BUCKETS), self._fold_leaves(0, high)
-        return one[0] + other[0], max(one[1], one[0] + other[1])
+        low_part, high_part = self._fold_leaves(low, BUCKETS), self._fold_leaves(0, high)
+        return low_part[0] + high_part[0], max(low_part[1], low_part[0] + high_part[1])
 
     def _fold_leaves(self, low: int, high: int) -> tuple[float, float]:
         left_sum, left_tight, right_sum, right_tight = 0.0, -math.inf, 0.0, -math.inf

@@ -350,7 +350,9 @@ class Dispatcher:
             reservations = allocator.reservations[device]
             if grants or not reservations.owners:
                 continue
-            ordered: list[Request] = [one[-1] for one in sorted(map(queue.place, queue.firsts()))]
+            ordered: list[Request] = [
+                place[-1] for place in sorted(map(queue.place, queue.firsts()))
+            ]
             if queue.reservation is not None and queue.reservation.device == device:
                 ordered.insert(0, queue.reservation.request)
             reservations.is_idle = True
@@ -501,7 +503,7 @@ class Dispatcher:
         first: Request = min(places)[-1]
         # Leases without an end take turns by how long they wait. Of two that give way to each
         # other, one always waits, and would always precede a request of a lower class.
-        return min((one[-1] for one in places), key=by_order) if first.gave_way else first
+        return min((place[-1] for place in places), key=by_order) if first.gave_way else first
 
     # -- leases that give way ----------------------------------------------------------------------
 

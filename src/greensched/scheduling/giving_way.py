@@ -33,11 +33,11 @@ def kept_at_checkpoint(
         return None
     if priority > grant.class_state.priority and (now_enough := left.keeps_now(grant)) is not None:
         return now_enough
-    elastic = sorted(left.elastic, key=lambda one: (one.class_state.priority, one.began))
-    lower = [one for one in elastic if one.class_state.priority <= priority]
+    elastic = sorted(left.elastic, key=lambda lease: (lease.class_state.priority, lease.began))
+    lower = [lease for lease in elastic if lease.class_state.priority <= priority]
     higher = elastic[len(lower) :] if is_aged else []
     if not is_aged:
-        lower = [one for one in lower if one.class_state.priority < priority]
+        lower = [lease for lease in lower if lease.class_state.priority < priority]
     if grant not in lower and grant not in higher:
         return None
     keeps, least = None, grant.request.target[0].least
@@ -86,7 +86,7 @@ class _Left:
     def keeps_now(self, grant: Grant) -> int | None:
         """Return what a lease may keep so that the request fits at once, or None."""
         for sms in (grant.request.target[0].least, 0):
-            given = {grant: self._given(grant, sms)}
-            if self._allocator.would_fit(self._request, self._device, given):
+            freed = {grant: self._given(grant, sms)}
+            if self._allocator.would_fit(self._request, self._device, freed):
                 return sms
         return None

@@ -30,10 +30,10 @@ def home_masks(
         edge: The cell at which the sets begin.
         downward: Whether the sets end before that cell, instead of beginning with it.
     """
-    found: HomeMasks = {}
+    by_size: HomeMasks = {}
     for sms in sizes:
         if sms > cells.total - cells.size:
-            found[sms] = (cells.full_mask,)
+            by_size[sms] = (cells.full_mask,)
             continue
         usual = cells.cells_for(sms)
         count, remainder = _with_remainder(cells, sms, usual)
@@ -46,8 +46,8 @@ def home_masks(
             masks.append(((1 << count) - 1) << low | remainder)
             at = low if downward else low + count
             count, remainder = usual, 0
-        found[sms] = tuple(masks)
-    return found
+        by_size[sms] = tuple(masks)
+    return by_size
 
 
 def _with_remainder(cells: DeviceCells, sms: int, usual: int) -> tuple[int, int]:

@@ -109,22 +109,27 @@ class RequestSnapshot:
         return self._seconds(sms)
 
 
-def _class_snapshot(one: ClassView) -> ClassSnapshot:
+def _class_snapshot(state: ClassView) -> ClassSnapshot:
     return ClassSnapshot(
-        one.name,
-        one.priority,
-        one.weight,
-        one.sms,
-        one.waiting,
-        one.granted,
-        one.sm_time,
-        one.tag,
+        state.name,
+        state.priority,
+        state.weight,
+        state.sms,
+        state.waiting,
+        state.granted,
+        state.sm_time,
+        state.tag,
     )
 
 
-def _request_snapshot(one: RequestView) -> RequestView:
+def _request_snapshot(request: RequestView) -> RequestView:
     snapshot: Any = RequestSnapshot(
-        one.priority, one.arrived, one.order, one.due, one.allowed, one.seconds
+        request.priority,
+        request.arrived,
+        request.order,
+        request.due,
+        request.allowed,
+        request.seconds,
     )
     return snapshot  # type: ignore[no-any-return]  # frozen: no member can be set
 
@@ -264,7 +269,7 @@ class GuardedPolicy:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.by_deadline = isinstance(policy, Deadline)
-        given: Any = policy
+        untyped: Any = policy
         is_own = type(policy) in POLICIES.values()
         self.rank: Callable[[Any], tuple[float, ...]] = policy.rank if is_own else self._rank
         self.may_overtake: Callable[[Any, float], bool] = (
@@ -272,10 +277,10 @@ class GuardedPolicy:
         )
         self.class_rank: Callable[[Any], tuple[float, ...]] | None = None
         if hasattr(policy, "class_rank"):
-            self.class_rank = given.class_rank if is_own else self._class_rank
+            self.class_rank = untyped.class_rank if is_own else self._class_rank
         self.size: Callable[[Any, SizingView], tuple[int, int]] | None = None
         if hasattr(policy, "size"):
-            self.size = given.size if is_own else self._size
+            self.size = untyped.size if is_own else self._size
         self._failed: set[str] = set()
 
     def _rank(self, request: RequestView) -> tuple[float, ...]:

@@ -125,11 +125,11 @@ class RequestQueue:
             ledger = self.ledgers[request.priority]
             ledger.remove(bucket, request.line.asked, request.work)
 
-    def _count_work(self, request: Request, asked: int, one: int) -> None:
-        key = request.priority, asked
+    def _count_work(self, request: Request, sms: int, change: int) -> None:
+        key = request.priority, sms
         number, seconds = self._work.get(key, (0, 0.0))
-        if number + one:
-            self._work[key] = number + one, seconds + one * request.work
+        if number + change:
+            self._work[key] = number + change, seconds + change * request.work
         else:  # exactly 0, without rounding errors
             del self._work[key]
 
@@ -140,8 +140,8 @@ class RequestQueue:
         """
         return self.packing.work(
             (sms, seconds)
-            for (one, sms), (_, seconds) in self._work.items()
-            if one > priority or (is_equal and one == priority)
+            for (other, sms), (_, seconds) in self._work.items()
+            if other > priority or (is_equal and other == priority)
         )
 
     def remove(self, request: Request) -> bool:
@@ -198,8 +198,8 @@ class RequestQueue:
 
     def firsts(self) -> list[Request]:
         """Return the first request of each line."""
-        found = [line.first() for line in self.lines.values()]
-        return [request for request in found if request is not None]
+        firsts = [line.first() for line in self.lines.values()]
+        return [request for request in firsts if request is not None]
 
     def place(self, first: Request) -> Place:
         """Return the present position of a line's first request."""
@@ -216,8 +216,8 @@ class RequestQueue:
 
     def queued(self) -> list[Request]:
         """Return all queued requests in the order of arrival."""
-        found = [request for line in self.lines.values() for request in line.queued()]
-        return sorted(found, key=by_order)
+        requests = [request for line in self.lines.values() for request in line.queued()]
+        return sorted(requests, key=by_order)
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a queued request."""
@@ -228,7 +228,7 @@ class RequestQueue:
         """Return when a request becomes late, by a policy that puts it behind others then."""
         if not self.puts_late_behind or not self.waiting:
             return None
-        return min([one.due for one in self.firsts() if one.due is not None], default=None)
+        return min([first.due for first in self.firsts() if first.due is not None], default=None)
 
     def expired(self, now: float) -> Request | None:
         """Return a queued request whose deadline has passed, or None."""

@@ -55,8 +55,8 @@ def check_deadlock(dispatcher: Dispatcher, request: Request, able: Sequence[int]
         sizes = [SizeRange(n, n) for n in dispatcher.held_sizes(request, device)]
         if not any(part.named is ALL for part in request.parts):
             reachable = allocator.reachable(request, device)
-            found = cells.nearest(reachable, (*sizes, *request.parts))
-            together = max(together, found, key=sum)
+            nearest = cells.nearest(reachable, (*sizes, *request.parts))
+            together = max(together, nearest, key=sum)
     holds = sum(allocator.devices[d].sm_count(mask) for d, mask in held.items())
     raise WouldDeadlock(holds, dispatcher.asked(request), most, together=together)
 
@@ -78,5 +78,5 @@ def retry_after(
         or min((now - grant.began for grant in grants), default=0.0)
     )
     lease = max(lease, UNKNOWN_LEASE)
-    ends = [lease if one.ends is None else one.ends - now for one in grants]
+    ends = [lease if grant.ends is None else grant.ends - now for grant in grants]
     return max(lease, min(ends, default=0.0))

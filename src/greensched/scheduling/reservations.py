@@ -125,31 +125,31 @@ class Reservations:
             least = 0
         return least, max(least, most)
 
-    def available_after(self, free: int, request: Request, given: Mapping[Grant, int]) -> int:
+    def available_after(self, free: int, request: Request, returned: Mapping[Grant, int]) -> int:
         """Return how many cells a request could take if grants had given these cells back.
 
         Args:
             free: The number of free cells now.
             request: The request.
-            given: The cells that each grant gives back; borrowed ones go to their owner.
+            returned: The cells that each grant gives back; borrowed ones go to their owner.
         """
         kept, state = 0, request.class_state
         for owner in self.owners:
             if owner is state:
                 continue
             may_lend = state.preemptible and owner.max_wait > 0 and self._lends(owner)
-            if may_lend and not any(grant.class_state is owner for grant in given):
+            if may_lend and not any(grant.class_state is owner for grant in returned):
                 length, _ = expected_times(request, request.fewest)
                 if 0 < length <= owner.max_wait:
                     continue
             own, lent = owner.cells - owner.borrowed, owner.lent
-            for grant, cells in given.items():
+            for grant, cells in returned.items():
                 lent -= min(cells, grant.loans.get(owner, 0))
                 if grant.class_state is owner:
                     own -= max(0, cells - sum(grant.loans.values()))
             unmet = max(0, owner.reserve_cells - own)
             kept += max(0, unmet - lent)
-        return free + sum(given.values()) - kept
+        return free + sum(returned.values()) - kept
 
     def _lends(self, owner: ClassState) -> bool:
         return self.is_idle or not (owner.waiting or owner.short)
@@ -196,18 +196,18 @@ class Reservations:
             if lent:
                 self._lend(owner, grant, lent)
 
-    def give(self, grant: Grant, given: int) -> None:
+    def give(self, grant: Grant, cells: int) -> None:
         """Account for a grant that gives cells back, borrowed ones first."""
         state = grant.class_state
         if grant.loans:
-            left = given
+            left = cells
             # An owner that waits for its reserve gets its cells back first.
             for owner in sorted(grant.loans, key=lambda owner: not owner.waiting):
                 back = min(left, grant.loans[owner])
                 left -= back
                 self._end_loan(owner, grant, back)
         if state in self.blocks:
-            state.account(-given)
+            state.account(-cells)
 
     def note_short(self, grant: Grant, *, is_over: bool = False) -> None:
         """Record whether an elastic grant of an owner has less than it may have."""
@@ -232,7 +232,7 @@ class Reservations:
         if grant.class_state in self.blocks:
             grant.class_state.account(borrowed=-cells)
         left = grant.loans[owner] - cells
-        others = {one: n for one, n in grant.loans.items() if one is not owner}
+        others = {lender: n for lender, n in grant.loans.items() if lender is not owner}
         grant.loans = {**others, owner: left} if left else others
         if not grant.loans:
             self.borrowers.pop(grant, None)
@@ -292,7 +292,7 @@ def place_reserves(
     left = [cells.count for cells in devices]
     homes: list[list[ClassState]] = [[] for _ in devices]
     placed: list[tuple[ClassState, int, int]] = []
-    for state, rules in sorted(wanted, key=lambda one: -one[1].reserve):
+    for state, rules in sorted(wanted, key=lambda pair: -pair[1].reserve):
         needs = [cells.cells_for(rules.reserve) for cells in devices]
         fits = [device for device, need in enumerate(needs) if need <= left[device]]
         if not fits:

@@ -207,8 +207,8 @@ class Scheduler:
         """
         homes = self.allocator.reservations[device].homes
         states = homes if service is None else (self._class_of(service),)
-        found = [masks for state in states for masks in homes.get(state, {}).values()]
-        return tuple(dict.fromkeys(mask for masks in found for mask in masks))
+        mask_lists = [masks for state in states for masks in homes.get(state, {}).values()]
+        return tuple(dict.fromkeys(mask for masks in mask_lists for mask in masks))
 
     def claim(self, now: float, device: int, mask: int) -> Request | None:
         """Grant exactly these cells, which have an executor, regardless of the classes' rules.
@@ -473,8 +473,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do. None: never, as far as is known."""
-        found = self.queue.next_deadline(), self.queue.late_at()
-        times = [at for at in found if at is not None]
+        candidates = self.queue.next_deadline(), self.queue.late_at()
+        times = [at for at in candidates if at is not None]
         times += [state.refilled_at() for state in self._over_quota()]
         return min(times, default=None)
 

@@ -107,24 +107,24 @@ def validate_services(services: object) -> tuple[ServiceClass, ...]:
         InvalidRequest: An object is not a class, or has an invalid field; the message says what is
             valid.
     """
-    given = as_tuple(services)
-    if given is None or not all(isinstance(service, ServiceClass) for service in given):
+    classes = as_tuple(services)
+    if classes is None or not all(isinstance(service, ServiceClass) for service in classes):
         raise InvalidRequest(
             f"services={services!r}: give ServiceClass objects, such as "
             "[ServiceClass('decode', priority=1)]"
         )
-    for service in given:
+    for service in classes:
         for field, is_right, right in _rules(service):
             if not is_right:
                 value = getattr(service, field)
                 raise InvalidRequest(f"service {service.name!r}: {field}={value!r}: give {right}")
-    names = [service.name for service in given]
+    names = [service.name for service in classes]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"services={names}: give each name once")
-    return tuple(map(_with_floats, given))
+    return tuple(map(_with_floats, classes))
 
 
-def _with_floats(one: ServiceClass) -> ServiceClass:
+def _with_floats(service: ServiceClass) -> ServiceClass:
     """Return a class whose times and weights are Python floats, as the compiled build needs.
 
     Otherwise a latency from a numpy array would raise TypeError there.
@@ -135,47 +135,47 @@ def _with_floats(one: ServiceClass) -> ServiceClass:
     )  # fmt: skip
     others: dict[str, Any] = {}
     for field in fields:
-        value = getattr(one, field)
+        value = getattr(service, field)
         if value is not None and type(value) not in (int, float):
             others[field] = float(value)
-    return replace(one, **others) if others else one
+    return replace(service, **others) if others else service
 
 
-def _rules(one: ServiceClass) -> Iterable[tuple[str, bool, str]]:
+def _rules(service: ServiceClass) -> Iterable[tuple[str, bool, str]]:
     """Yield (field, whether it is valid, what would be valid)."""
-    yield "name", type(one.name) is str and one.name != "", "a string that is not empty"
-    yield "reserve", _is_count(one.reserve), "a number of SMs, at least 0"
-    most = NO_CAP if isinstance(one.cap, NamedSize) else one.cap
-    is_cap = one.cap is ALL or (_is_count(one.cap) and most > 0)
+    yield "name", type(service.name) is str and service.name != "", "a string that is not empty"
+    yield "reserve", _is_count(service.reserve), "a number of SMs, at least 0"
+    most = NO_CAP if isinstance(service.cap, NamedSize) else service.cap
+    is_cap = service.cap is ALL or (_is_count(service.cap) and most > 0)
     yield "cap", is_cap, "a number of SMs, at least 1, or ALL"
-    yield "cap", most >= one.reserve, "at least as many SMs as its reserve"
-    yield "sizes", _are_sizes(one.sizes, most), "numbers of SMs, ascending, none above its cap"
-    yield "sizes", not (one.sizes and one.shared), "none: shared leases have all SMs"
-    yield "priority", _is_number(one.priority), "a number"
+    yield "cap", most >= service.reserve, "at least as many SMs as its reserve"
+    yield "sizes", _are_sizes(service.sizes, most), "numbers of SMs, ascending, none above its cap"
+    yield "sizes", not (service.sizes and service.shared), "none: shared leases have all SMs"
+    yield "priority", _is_number(service.priority), "a number"
     lightest, heaviest = WEIGHTS
-    is_weight = lightest <= as_float(one.weight) <= heaviest
+    is_weight = lightest <= as_float(service.weight) <= heaviest
     yield "weight", is_weight, f"a number from {lightest:g} to {heaviest:g}"
     right = "seconds, above 0, math.inf for never, or None"
-    yield "hang_after", _is_above_0(one.hang_after), right
+    yield "hang_after", _is_above_0(service.hang_after), right
     for field in ("latency", "checkpoint_interval"):
-        yield field, _is_above_0(getattr(one, field)), "seconds, above 0, or None"
-    is_short = one.latency is None or one.latency <= MOST_LATENCY
-    yield "latency", is_short, _latency_hint(one)
-    yield "preemptible", isinstance(one.preemptible, bool), "True or False"
-    yield "shared", isinstance(one.shared, bool), "True or False"
-    wait = one.max_wait_for_reserve
+        yield field, _is_above_0(getattr(service, field)), "seconds, above 0, or None"
+    is_short = service.latency is None or service.latency <= MOST_LATENCY
+    yield "latency", is_short, _latency_hint(service)
+    yield "preemptible", isinstance(service.preemptible, bool), "True or False"
+    yield "shared", isinstance(service.shared, bool), "True or False"
+    wait = service.max_wait_for_reserve
     yield "max_wait_for_reserve", wait == 0 or _is_above_0(wait), "seconds, at least 0, or None"
     right = "a number of requests, at least 0, or None"
-    yield "max_waiting", one.max_waiting is None or _is_count(one.max_waiting), right
-    yield "quota", _is_above_0(one.quota), "SMs, above 0, or None"
+    yield "max_waiting", service.max_waiting is None or _is_count(service.max_waiting), right
+    yield "quota", _is_above_0(service.quota), "SMs, above 0, or None"
     right = "a number of bytes, at least 0, or None"
-    yield "memory_bytes", one.memory_bytes is None or _is_count(one.memory_bytes), right
-    yield "on_late", one.on_late in LATE, "'refuse' or 'best_effort'"
+    yield "memory_bytes", service.memory_bytes is None or _is_count(service.memory_bytes), right
+    yield "on_late", service.on_late in LATE, "'refuse' or 'best_effort'"
 
 
-def _latency_hint(one: ServiceClass) -> str:
+def _latency_hint(service: ServiceClass) -> str:
     seconds = f"at most {MOST_LATENCY:g}: latency is in seconds"
-    return f"{seconds} ({as_float(one.latency) / 1000:g} for {one.latency} ms)"
+    return f"{seconds} ({as_float(service.latency) / 1000:g} for {service.latency} ms)"
 
 
 def _is_count(value: object) -> bool:

@@ -43,10 +43,10 @@ def target_size(
         grant: The grant that it already has there, or None.
         is_aged: Whether it has waited so long that it should get whatever is free.
     """
-    (asked,), cells = request.parts, allocator.devices[device]
-    most = max(asked.least, cells.largest(allocator.most_now(request, device, grant)))
+    (part,), cells = request.parts, allocator.devices[device]
+    most = max(part.least, cells.largest(allocator.most_now(request, device, grant)))
     sizes = request.class_state.sizes or range(0, most, cells.size)
-    sizes = tuple(n for n in sizes if asked.least <= n < most)
+    sizes = tuple(n for n in sizes if part.least <= n < most)
     claims = _Claims(cells, request, grant)
     for other in allocator.grants[device]:
         claims.add_grant(other)
@@ -61,11 +61,11 @@ def target_size(
     # It gets what its own reserve provides without waiting for more.
     reservations, state = allocator.reservations[device], request.class_state
     reserve = reservations.unmet(state) * cells.size
-    if asked.least <= reserve == state.reserve_cells * cells.size:
+    if part.least <= reserve == state.reserve_cells * cells.size:
         least = min(least, reserve)
     if is_aged:
         least = min(least, cells.largest(max(0, cells.total - claims.kept)))
-    least = max(asked.least, min(least, most))
+    least = max(part.least, min(least, most))
     return SizeRange(least, min(max(upto, least), most))
 
 

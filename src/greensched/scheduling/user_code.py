@@ -54,15 +54,15 @@ def report() -> None:
     interrupt: BaseException | None = None
     for _ in range(len(deferred)):
         try:
-            one = deferred.popleft()
+            entry = deferred.popleft()
         except IndexError:  # another thread has reported it
             break
-        if isinstance(one.error, Exception):
-            logger.error(one.message, *one.args, exc_info=one.error)
-        elif one.thread != get_ident():
-            deferred.append(one)
+        if isinstance(entry.error, Exception):
+            logger.error(entry.message, *entry.args, exc_info=entry.error)
+        elif entry.thread != get_ident():
+            deferred.append(entry)
         elif interrupt is None:
-            interrupt = one.error
+            interrupt = entry.error
     if interrupt is not None:
         raise interrupt
 

@@ -57,8 +57,8 @@ class Contexts(Driver):
             raise error_for_unknown_status(error, "cuCtxGetCurrent") from None
         if status:
             raise error_for_status(status, "cuCtxGetCurrent")
-        found: ContextHandle | None = None if context == _NO_CONTEXT else context
-        return found
+        handle: ContextHandle | None = None if context == _NO_CONTEXT else context
+        return handle
 
     def set_current(self, context: ContextHandle | None) -> None:
         """Call `cuCtxSetCurrent`. NULL pops a context, and does nothing to an empty stack."""

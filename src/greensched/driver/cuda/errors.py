@@ -75,8 +75,8 @@ def error_for_unknown_status(error: Exception, call: str, detail: str = "") -> E
     """
     number: object = error.args[0] if error.args else None
     if isinstance(error, ValueError):
-        found = _UNNAMED.search(str(number))
-        number = int(found[1]) if found else None
+        match = _UNNAMED.search(str(number))
+        number = int(match[1]) if match else None
     if not isinstance(number, int) or number in _NAMES:
         return error
     return from_status(number, call, None, detail)

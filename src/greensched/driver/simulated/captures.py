@@ -50,21 +50,21 @@ class Captures(Component):
 
     def begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
         """Record the stream's work from now on instead of running it."""
-        found = self.machine.stream(stream, "begin_capture")
-        if found.capture is not None:
+        target = self.machine.stream(stream, "begin_capture")
+        if target.capture is not None:
             raise from_status(1, "begin_capture", detail="the stream is capturing already")
-        found.capture = Capture(mode)
-        self.machine.captures.add(found.capture)
+        target.capture = Capture(mode)
+        self.machine.captures.add(target.capture)
 
     def end_capture(self, stream: StreamHandle) -> GraphHandle:
-        found = self.machine.stream(stream, "end_capture")
-        capture = self.machine.end_capture(found)
+        target = self.machine.stream(stream, "end_capture")
+        capture = self.machine.end_capture(target)
         if capture is None:
             raise from_status(1, "end_capture", detail="the stream is not capturing")
         if capture.spoilt:
             raise from_status(901, "end_capture")
-        self.machine.register(found.device.ordinal, "graph")
-        return GraphHandle(self.machine.own(Graph(found, capture.nodes)))
+        self.machine.register(target.device.ordinal, "graph")
+        return GraphHandle(self.machine.own(Graph(target, capture.nodes)))
 
     def is_capturing(self, stream: StreamHandle) -> bool:
         """Say whether a capture is in progress, even an invalidated one."""
@@ -86,28 +86,28 @@ class Captures(Component):
     def instantiate_graph(self, graph: GraphHandle, stream: StreamHandle) -> ExecutableHandle:
         """Make the present nodes executable. The upload takes no time here."""
         source = self.machine.expect(graph, Graph, "instantiate_graph")
-        found = self.machine.stream(stream, "instantiate_graph")
-        self.machine.refuse_on_capturing(found, "instantiate_graph")
+        target = self.machine.stream(stream, "instantiate_graph")
+        self.machine.refuse_on_capturing(target, "instantiate_graph")
         self.machine.register(source.stream.device.ordinal, "executable graph")
         return ExecutableHandle(self.machine.own(Executable(source)))
 
     def launch_graph(self, executable: ExecutableHandle, stream: StreamHandle) -> None:
         """Submit one operation for all nodes, which run on the SMs that captured them."""
         machine = self.machine
-        found = machine.stream(stream, "launch_graph")
+        launch_stream = machine.stream(stream, "launch_graph")
         target = machine.expect(executable, Executable, "launch_graph")
-        if found.device is not target.stream.device:
-            raise from_status(400, "launch_graph", detail=f"{target!r} on {found!r}")
-        machine.refuse_on_capturing(found, "launch_graph")
-        machine.wait_for_code_changes(found.device, "launch_graph")
+        if launch_stream.device is not target.stream.device:
+            raise from_status(400, "launch_graph", detail=f"{target!r} on {launch_stream!r}")
+        machine.refuse_on_capturing(launch_stream, "launch_graph")
+        machine.wait_for_code_changes(launch_stream.device, "launch_graph")
         done, previous = Signal(), target.last
         if previous is not None:
-            machine.enqueue(found, lambda: WaitOp(previous), "launch_graph")
+            machine.enqueue(launch_stream, lambda: WaitOp(previous), "launch_graph")
         launch = GraphLaunch(target.stream, [make() for make in target.nodes])
-        latency = found.device.model.launch_latency_ns
-        machine.enqueue(found, lambda: launch, "launch_graph", latency)
+        latency = launch_stream.device.model.launch_latency_ns
+        machine.enqueue(launch_stream, lambda: launch, "launch_graph", latency)
         finish = InstantOp("record", lambda _: machine.timeline.complete(done))
-        machine.enqueue(found, lambda: finish, "launch_graph")
+        machine.enqueue(launch_stream, lambda: finish, "launch_graph")
         target.last = done
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:

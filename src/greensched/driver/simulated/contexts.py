@@ -142,10 +142,10 @@ class Contexts(Component):
         self._owner("set_cache_config")[0].cache_config = config
 
     def synchronize_context(self, context: ContextHandle) -> None:
-        found = self.machine.expect(context, Context, "synchronize_context")
-        device = self.machine.devices[found.device]
+        target = self.machine.expect(context, Context, "synchronize_context")
+        device = self.machine.devices[target.device]
         self.machine.refuse_during_capture("synchronize_context")
-        work = self.machine.work_so_far(device, found)
+        work = self.machine.work_so_far(device, target)
         self.machine.wait_for(work, device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:

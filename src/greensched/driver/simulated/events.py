@@ -29,15 +29,15 @@ class Events(Component):
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
         machine = self.machine
-        found = machine.stream(stream, "record_event")
+        recorded_stream = machine.stream(stream, "record_event")
         target = machine.expect(event, Event, "record_event")
-        self._check_same_context(target, found)
-        machine.wait_for_code_changes(found.device, "record_event")
-        signal, captured = Signal(), found.capture
+        self._check_same_context(target, recorded_stream)
+        machine.wait_for_code_changes(recorded_stream.device, "record_event")
+        signal, captured = Signal(), recorded_stream.capture
         if captured is None:  # in a capture it is a dependency, not a piece of work
             finish = InstantOp("record", lambda _: machine.timeline.complete(signal))
-            machine.enqueue(found, lambda: finish, "record_event")
-        target.signal, target.captured, target.stream = signal, captured, found
+            machine.enqueue(recorded_stream, lambda: finish, "record_event")
+        target.signal, target.captured, target.stream = signal, captured, recorded_stream
 
     def _check_same_context(self, event: Event, stream: SimulatedStream) -> None:
         """Refuse an event on a stream of another context, if this version does."""

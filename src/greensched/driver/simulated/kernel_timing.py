@@ -203,12 +203,12 @@ def _share(timeline: Timeline, device: DeviceState) -> None:
     working = [i for i, kernel in enumerate(kernels) if kernel.working and shares[i] > 0]
     busy = [kernels[i] for i in working]
     had = [shares[i] for i in working]
-    given = speeds(busy, had, model.dram_bandwidth, model.sm_bandwidth, pace)
+    rates = speeds(busy, had, model.dram_bandwidth, model.sm_bandwidth, pace)
     slowed = model.interference
     if slowed is not None and len(busy) > 1:
         by = slowed([(kernel.name, share) for kernel, share in zip(busy, had, strict=True)])
-        given = [speed / factor for speed, factor in zip(given, by, strict=True)]
-    for kernel, speed in zip(busy, given, strict=True):
+        rates = [speed / factor for speed, factor in zip(rates, by, strict=True)]
+    for kernel, speed in zip(busy, rates, strict=True):
         kernel.advance(timeline, speed)
     for kernel, share, space in zip(kernels, shares, spaces, strict=True):
         if kernel.working and share <= 0:

@@ -338,8 +338,8 @@ class Machine:
         with self.timeline.lock:
             # `follow` looks at these alone; a device has hundreds of streams.
             busy = [s for s in device.streams.values() if s.queue or s.current is not None]
-            found = [s for s in busy if _covers(context, s)]
-            return self.timeline.follow([s for s in found if counts_waits or not s.only_waits])
+            streams = [s for s in busy if _covers(context, s)]
+            return self.timeline.follow([s for s in streams if counts_waits or not s.only_waits])
 
     def wait_for(self, signal: Signal, device: DeviceState, what: str) -> None:
         """Block until a signal is done; raise the device's fault if it never will be."""

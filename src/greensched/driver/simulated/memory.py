@@ -78,14 +78,14 @@ class Memory(Component):
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Say whether both devices are of one model that has a link between devices."""
-        one, other = (self.machine.device(ordinal).model for ordinal in (device, peer))
-        return device != peer and one == other and one.peer_bandwidth > 0
+        model, peer_model = (self.machine.device(ordinal).model for ordinal in (device, peer))
+        return device != peer and model == peer_model and model.peer_bandwidth > 0
 
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
-        found = self._pool(pool, "share_memory_pool")
-        if not self.can_access_peer(device, found.device):
+        memory_pool = self._pool(pool, "share_memory_pool")
+        if not self.can_access_peer(device, memory_pool.device):
             raise from_status(101, "share_memory_pool", detail=f"for device {device}")
-        found.peers.add(device)
+        memory_pool.peers.add(device)
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         return self._pool(pool, "reserved_bytes").reserved
@@ -110,7 +110,7 @@ class Memory(Component):
 
     def free(self, address: int, stream: StreamHandle) -> None:
         """Invalidate the address now; the pool gets the bytes after the stream's work."""
-        found = self.machine.stream(stream, "free")
+        target = self.machine.stream(stream, "free")
         block = self.machine.space.remove(address, "free", pinned=False)
         pool = block.pool
         assert pool is not None
@@ -119,7 +119,7 @@ class Memory(Component):
         def give_back(_: int) -> None:
             pool.used -= _rounded(block.nbytes)
 
-        self.machine.enqueue(found, lambda: InstantOp("free", give_back), "free")
+        self.machine.enqueue(target, lambda: InstantOp("free", give_back), "free")
 
     def _grow(self, device: int, missing: int, asked: int) -> int:
         memory = self.machine.memory[device]
@@ -191,14 +191,14 @@ class Memory(Component):
         stream: StreamHandle,
     ) -> None:
         """Copy over the link between devices. Refused if a real driver would use the host."""
-        found = self.machine.stream(stream, "copy_peer")
+        copy_stream = self.machine.stream(stream, "copy_peer")
         ends = (target, target_context), (source, source_context)
 
         def move() -> Callable[[], None]:
-            into, out_of = (self._end(*end, nbytes, found.device.ordinal) for end in ends)
+            into, out_of = (self._end(*end, nbytes, copy_stream.device.ordinal) for end in ends)
             return lambda: np.copyto(into, out_of)
 
-        self._move(found, "peer", nbytes, found.device.model.peer_bandwidth, move)
+        self._move(copy_stream, "peer", nbytes, copy_stream.device.model.peer_bandwidth, move)
 
     def _end(self, address: int, context: ContextHandle, nbytes: int, device: int) -> Bytes:
         """Return one end of a copy between devices on a stream of `device`."""
@@ -213,7 +213,7 @@ class Memory(Component):
 
     def set_bytes(self, address: int, value: int, nbytes: int, stream: StreamHandle) -> None:
         """Fill with one byte value, at the speed of device memory."""
-        found = self.machine.stream(stream, "set_bytes")
+        fill_stream = self.machine.stream(stream, "set_bytes")
         if not 0 <= value <= 0xFF:
             raise DriverMisuse(f"set_bytes: {value} is not a byte: give 0 to 255")
 
@@ -221,11 +221,11 @@ class Memory(Component):
             target = self.machine.space.bytes_at(address, nbytes, "set_bytes")
             return lambda: target.fill(value)
 
-        self._move(found, "set", nbytes, found.device.model.dram_bandwidth, fill)
+        self._move(fill_stream, "set", nbytes, fill_stream.device.model.dram_bandwidth, fill)
 
     def _copy(self, path: str, target: int, source: int, nbytes: int, stream: StreamHandle) -> None:
-        found = self.machine.stream(stream, f"copy {path}")
-        device, model = found.device.ordinal, found.device.model
+        copy_stream = self.machine.stream(stream, f"copy {path}")
+        device, model = copy_stream.device.ordinal, copy_stream.device.model
         bandwidth = model.dram_bandwidth / 2 if path == "on device" else model.link_bandwidth
 
         def move() -> Callable[[], None]:
@@ -234,7 +234,7 @@ class Memory(Component):
             )
             return lambda: np.copyto(into, out_of)
 
-        self._move(found, path, nbytes, bandwidth, move)
+        self._move(copy_stream, path, nbytes, bandwidth, move)
 
     def _move(
         self,

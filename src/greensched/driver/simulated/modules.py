@@ -81,28 +81,28 @@ class Modules(Component):
         gone.alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
-        found = self.machine.expect(library, Library, "get_kernel")
-        spec = found.image.kernels.get(name)
+        loaded = self.machine.expect(library, Library, "get_kernel")
+        spec = loaded.image.kernels.get(name)
         if spec is None:
-            raise from_status(500, "get_kernel", detail=f"no {name!r} in {found.image.name}")
-        return KernelHandle(found.kernels.setdefault(name, LibraryKernel(spec, found)))
+            raise from_status(500, "get_kernel", detail=f"no {name!r} in {loaded.image.name}")
+        return KernelHandle(loaded.kernels.setdefault(name, LibraryKernel(spec, loaded)))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
         """Load the kernel, so that its first launch in the current context cannot block."""
         context = self.machine.current
         device = self.machine.usable_device(context.device, "load_kernel")
-        found = self._kernel(kernel, "load_kernel")
-        self._load(found, device, "load_kernel")
-        found.warm.add(context)
+        loaded = self._kernel(kernel, "load_kernel")
+        self._load(loaded, device, "load_kernel")
+        loaded.warm.add(context)
 
     def kernel_layout(self, kernel: KernelHandle) -> tuple[tuple[int, int], ...] | None:
         """Return each parameter's (offset, size) by CUDA's alignment rules. May be a first use."""
-        found = self._kernel(kernel, "kernel_layout")
+        loaded = self._kernel(kernel, "kernel_layout")
         if self.machine.thread.stack:
             device = self.machine.devices[self.machine.current.device]
-            self._load(found, device, "kernel_layout")
+            self._load(loaded, device, "kernel_layout")
         layout, offset = [], 0
-        for parameter in found.spec.parameters:
+        for parameter in loaded.spec.parameters:
             offset = -(-offset // parameter.size) * parameter.size
             layout.append((offset, parameter.size))
             offset += parameter.size
@@ -129,21 +129,21 @@ class Modules(Component):
         shared_bytes: int,
         parameters: int,
     ) -> Callable[[], None]:
-        found = self.machine.stream(stream, "bind_launch")
+        launch_stream = self.machine.stream(stream, "bind_launch")
         target = self._kernel(kernel, "bind_launch")
         name = target.spec.name
         if target.spec.reference is None:
             raise NotSimulable(name)
         if target.spec.cost is None:
             raise NotSimulable(name, "cost")
-        ordinal = found.device.ordinal
-        device = found.device.model.facts(ordinal)
+        ordinal = launch_stream.device.ordinal
+        device = launch_stream.device.model.facts(ordinal)
         _check_geometry(name, grid, block, device.max_grid)
         _check_shared(target, ordinal, shared_bytes)
-        facts = LaunchFacts(grid, block, shared_bytes, device, tuple(bits(found.sms)))
+        facts = LaunchFacts(grid, block, shared_bytes, device, tuple(bits(launch_stream.sms)))
 
         def launch() -> None:
-            self._launch(found, target, facts, parameters)
+            self._launch(launch_stream, target, facts, parameters)
 
         return launch
 
@@ -210,8 +210,8 @@ class Modules(Component):
     ) -> KernelOp:
         """Make the operation of one start, at a launch or at each launch of its graph."""
         spec = self._kernel(kernel, "launch").spec
-        given = zip(spec.parameters, values, strict=True)
-        arguments = [self._argument(spec.name, facts.device.ordinal, *pair) for pair in given]
+        pairs = zip(spec.parameters, values, strict=True)
+        arguments = [self._argument(spec.name, facts.device.ordinal, *pair) for pair in pairs]
         assert spec.reference is not None
         cost = _evaluate_cost(spec, facts, arguments)
         reference = spec.reference
@@ -252,8 +252,8 @@ def _read_values(spec: KernelSpec, parameters: int) -> list[bytes]:
     if not spec.parameters:
         return []
     pointers = (ctypes.c_uint64 * len(spec.parameters)).from_address(parameters)
-    given = zip(pointers, spec.parameters, strict=True)
-    return [ctypes.string_at(pointer, parameter.size) for pointer, parameter in given]
+    pairs = zip(pointers, spec.parameters, strict=True)
+    return [ctypes.string_at(pointer, parameter.size) for pointer, parameter in pairs]
 
 
 def _evaluate_cost(spec: KernelSpec, facts: LaunchFacts, arguments: list[Any]) -> Cost:

@@ -37,8 +37,8 @@ class Resources(Component):
         return ResourceHandle(self._whole(device))
 
     def context_resource(self, context: ContextHandle) -> ResourceHandle:
-        found = self.machine.expect(context, Context, "context_resource")
-        whole, green = self._whole(found.device), found.green
+        target = self.machine.expect(context, Context, "context_resource")
+        whole, green = self._whole(target.device), target.green
         if green is None:
             return ResourceHandle(whole)
         minimum, alignment = green.grain
@@ -54,8 +54,8 @@ class Resources(Component):
         )
 
     def resource_facts(self, resource: ResourceHandle) -> ResourceFacts:
-        found = self.machine.expect(resource, sm_split.Resource, "resource_facts")
-        return found.facts(self.machine.version)
+        target = self.machine.expect(resource, sm_split.Resource, "resource_facts")
+        return target.facts(self.machine.version)
 
     def split_by_count(
         self,
@@ -95,9 +95,9 @@ class Resources(Component):
     def context_workqueue(self, context: ContextHandle) -> ResourceHandle:
         """Return the configuration that a context was given, or else its device's."""
         self._require_workqueues()
-        found = self.machine.expect(context, Context, "context_workqueue")
-        given = found.green.workqueue if found.green is not None else None
-        return ResourceHandle(given or sm_split.Workqueue(found.device, self.machine))
+        target = self.machine.expect(context, Context, "context_workqueue")
+        configured = target.green.workqueue if target.green is not None else None
+        return ResourceHandle(configured or sm_split.Workqueue(target.device, self.machine))
 
     def workqueue_facts(self, workqueue: ResourceHandle) -> WorkqueueFacts:
         return self.machine.expect(workqueue, sm_split.Workqueue, "workqueue_facts").facts
@@ -105,9 +105,9 @@ class Resources(Component):
     def configure_workqueue(
         self, workqueue: ResourceHandle, sharing_scope: SharingScope, concurrency_limit: int
     ) -> ResourceHandle:
-        given = self.machine.expect(workqueue, sm_split.Workqueue, "configure_workqueue")
+        source = self.machine.expect(workqueue, sm_split.Workqueue, "configure_workqueue")
         return ResourceHandle(
-            replace(given, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
+            replace(source, sharing_scope=sharing_scope, concurrency_limit=concurrency_limit)
         )
 
     def _require_workqueues(self) -> None:

@@ -66,8 +66,8 @@ class Streams(Component):
         self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
         """Report failures of references on a stream, instead of raising them at its next wait."""
-        found = self.machine.expect(stream, SimulatedStream, "report_reference_errors")
-        found.on_error = report
+        target = self.machine.expect(stream, SimulatedStream, "report_reference_errors")
+        target.on_error = report
 
     def stream_address(self, stream: StreamHandle) -> int:
         """Return a number that identifies the stream."""
@@ -83,47 +83,47 @@ class Streams(Component):
             device = machine.devices[context.device]
             return StreamHandle(machine.own(SimulatedStream(0, device, context, 0)))
         for device in machine.devices:
-            found = device.streams.get(address - address_of(0))
-            if isinstance(found, SimulatedStream) and found.alive:
-                return StreamHandle(found)
+            target = device.streams.get(address - address_of(0))
+            if isinstance(target, SimulatedStream) and target.alive:
+                return StreamHandle(target)
         raise DriverMisuse(f"foreign_stream: {address:#x} is not a live stream")
 
     def query_stream(self, stream: StreamHandle) -> bool:
-        found = self.machine.stream(stream, "query_stream")
-        self.machine.refuse_on_capturing(found, "query_stream")
+        target = self.machine.stream(stream, "query_stream")
+        self.machine.refuse_on_capturing(target, "query_stream")
         self.machine.refuse_during_capture("query_stream")
         with self.machine.timeline.lock:
-            idle = found.idle
-        found.raise_error()
+            idle = target.idle
+        target.raise_error()
         return idle
 
     def synchronize_stream(self, stream: StreamHandle) -> None:
         machine = self.machine
-        found = machine.stream(stream, "synchronize_stream")
-        machine.refuse_on_capturing(found, "synchronize_stream")
+        target = machine.stream(stream, "synchronize_stream")
+        machine.refuse_on_capturing(target, "synchronize_stream")
         machine.refuse_during_capture("synchronize_stream")
         with machine.timeline.lock:
-            work = machine.timeline.follow([found])
-        machine.wait_for(work, found.device, "synchronize_stream")
-        found.raise_error()
+            work = machine.timeline.follow([target])
+        machine.wait_for(work, target.device, "synchronize_stream")
+        target.raise_error()
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
-        found = self.machine.stream(stream, "wait_event")
+        target = self.machine.stream(stream, "wait_event")
         signal = self._events.uncaptured(event, "wait_event").signal
         if signal is None:
             return
-        if found.capture is not None:  # a capture cannot wait for work outside it: error 905
-            found.capture.spoilt = True
-            detail = f"{found!r} is capturing, and the event is not"
+        if target.capture is not None:  # a capture cannot wait for work outside it: error 905
+            target.capture.spoilt = True
+            detail = f"{target!r} is capturing, and the event is not"
             raise from_status(905, "wait_event", detail=detail)
-        self.machine.enqueue(found, lambda: WaitOp(signal), "wait_event")
+        self.machine.enqueue(target, lambda: WaitOp(signal), "wait_event")
 
     def bind_mark(self, stream: StreamHandle, address: int) -> Callable[[int], None]:
         machine = self.machine
         machine.require(
             Feature.WRITE_VALUE, "a ticket written by a stream", "stream memory operations"
         )
-        found = machine.stream(stream, "bind_mark")
+        target = machine.stream(stream, "bind_mark")
         self._word(address, "bind_mark")
 
         def mark(value: int) -> None:
@@ -135,7 +135,7 @@ class Streams(Component):
             def write(_: int) -> None:
                 word[0] = value
 
-            machine.enqueue(found, lambda: InstantOp("mark", write), "mark")
+            machine.enqueue(target, lambda: InstantOp("mark", write), "mark")
 
         return mark
 
@@ -146,8 +146,8 @@ class Streams(Component):
         def reached() -> bool:
             return (int(word[0]) - value) & 0xFFFFFFFF < 0x80000000
 
-        found = self.machine.stream(stream, "wait_value")
-        self.machine.enqueue(found, lambda: PollOp(reached), "wait_value")
+        target = self.machine.stream(stream, "wait_value")
+        self.machine.enqueue(target, lambda: PollOp(reached), "wait_value")
 
     def _word(self, address: int, what: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         if address % 4:

@@ -133,7 +133,9 @@ class StreamQueue:
     @property
     def only_waits(self) -> bool:
         """Whether all its queued or running operations are waits for events."""
-        return all(isinstance(each, WaitOp) for each in (self.current, *self.queue) if each)
+        return all(
+            isinstance(operation, WaitOp) for operation in (self.current, *self.queue) if operation
+        )
 
     def report_error(self, error: Exception) -> None:
         """Report the error of a reference, or keep it for `raise_error`."""

@@ -306,7 +306,9 @@ class VirtualClock:
 
     def _next(self) -> Participant | None:
         while True:
-            can = [one for one in self._participants if one.can_run(self._now)]
+            can = [
+                participant for participant in self._participants if participant.can_run(self._now)
+            ]
             if can:
                 return can[0] if len(can) == 1 else self._random.choice(can)
             if not self._advance():

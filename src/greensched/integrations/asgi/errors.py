@@ -108,7 +108,7 @@ class PoolErrors:
         except WebSocketDisconnect:
             return
         except Exception as error:
-            if is_closed or any(_status(one) is None for one in _leaves(error)):
+            if is_closed or any(_status(leaf) is None for leaf in _leaves(error)):
                 raise
             reason = str(_leaves(error)[0]).encode()[:MAX_REASON].decode(errors="ignore")
         else:
@@ -149,7 +149,7 @@ class _Sent:
 
 def _response(error: Exception) -> Response | None:
     """Return the response to an error, or None if `STATUS` does not list it."""
-    refusals = [(one, _status(one)) for one in _leaves(error)]
+    refusals = [(leaf, _status(leaf)) for leaf in _leaves(error)]
     if any(status is None for _, status in refusals):
         return None
     refusal, status = refusals[0]
@@ -177,4 +177,4 @@ def _leaves(error: Exception) -> list[Exception]:
     """Return the errors in an exception group, at any depth, or the error itself."""
     if not isinstance(error, ExceptionGroup):
         return [error]
-    return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [leaf for member in error.exceptions for leaf in _leaves(member)]

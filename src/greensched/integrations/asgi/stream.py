@@ -72,7 +72,7 @@ class LeaseStream(Response):
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Set the headers without `Content-Length`, because the length is unknown."""
         super().init_headers(headers)
-        self.raw_headers = [one for one in self.raw_headers if one[0] != b"content-length"]
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = _Parts(self._buffer, self._patience)

@@ -280,7 +280,9 @@ class Fleet:
                 raise PoolClosed("this fleet", "not open: use it with `async with`")
             check_feasible(sms, self._registry.most.values())
             connections = [
-                one for name, one in self._registry.connections.items() if name not in full
+                connection
+                for name, connection in self._registry.connections.items()
+                if name not in full
             ]
             if (connection := choose(connections, sms, held, self._chance)) is not None:
                 return connection
@@ -312,13 +314,13 @@ class Fleet:
         async def request(handle: Any) -> Health | None:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT):
-                    asked = handle.health.options(concurrency_group="control").remote()
-                    return await asked  # type: ignore[no-any-return]  # Ray is untyped
+                    reply = handle.health.options(concurrency_group="control").remote()
+                    return await reply  # type: ignore[no-any-return]  # Ray is untyped
             return None
 
         handles = dict(self._registry.handles)
-        found = await asyncio.gather(*map(request, handles.values()))
-        return dict(zip(handles, found, strict=True))
+        replies = await asyncio.gather(*map(request, handles.values()))
+        return dict(zip(handles, replies, strict=True))
 
 
 async def _held(work: protocol.Packed) -> dict[str, int]:
@@ -326,8 +328,8 @@ async def _held(work: protocol.Packed) -> dict[str, int]:
     held: Counter[str] = Counter()
     refs = [ref for _, ref in work.refs]
     with suppress(RayError):  # an object was lost: the job will raise that
-        found = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
-        for where in found.values():
+        locations = await asyncio.to_thread(get_object_locations, refs, LOCATE_MS)
+        for where in locations.values():
             for node in where["node_ids"]:
                 held[node] += where["object_size"] or 0
     return held

@@ -25,25 +25,25 @@ def own_gpus() -> list[int]:
     """
     context = ray.get_runtime_context()
     share = context.get_assigned_resources().get("GPU", 0)
-    given = context.get_accelerator_ids().get("GPU", [])
+    ids = context.get_accelerator_ids().get("GPU", [])
     if 0 < share < 1 and not mps.is_running():
         raise InvalidRequest(
             f"Ray assigned {share:g} of a GPU to this process: several processes on one GPU take "
             "turns on all of its SMs and do not see each other's partitions. Request num_gpus=1 "
             "and let one pool divide the GPU, or start MPS"
         )
-    if not given:
+    if not ids:
         raise InvalidRequest("Ray assigned no GPU to this process: request num_gpus=1")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [int(name) for name in given]
+        return [int(name) for name in ids]
     names = visible.split(",")
-    if hidden := set(given).difference(names):
+    if hidden := set(ids).difference(names):
         raise InvalidRequest(
             f"Ray assigned GPU {', '.join(hidden)} to this process, which sees only {visible!r}: "
             "leave CUDA_VISIBLE_DEVICES to Ray"
         )
-    return [names.index(name) for name in given]
+    return [names.index(name) for name in ids]
 
 
 def check_free(pools: int) -> None:
@@ -55,11 +55,12 @@ def check_free(pools: int) -> None:
         NoPool: Fewer GPUs are free.
     """
     until = time.monotonic() + SETTLED_S
-    while (there := free()) < pools:
+    while (available := free()) < pools:
         if time.monotonic() > until:
             raise NoPool(
-                f"{pools} more pools need {pools} free GPUs, and {there} of the {count()} in the "
-                "cluster are free: add nodes, end what uses the others, or give pools= for fewer"
+                f"{pools} more pools need {pools} free GPUs, and {available} of the {count()} in "
+                "the cluster are free: add nodes, end what uses the others, or give pools= for "
+                "fewer"
             )
         time.sleep(0.1)
 
@@ -67,7 +68,7 @@ def check_free(pools: int) -> None:
 def count() -> int:
     """Return the number of whole GPUs of live nodes that are not draining. Blocks on Ray."""
     leaving = draining()
-    alive = (one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in leaving)
+    alive = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving)
     return sum(int(node["Resources"].get("GPU", 0)) for node in alive)
 
 

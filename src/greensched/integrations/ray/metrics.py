@@ -42,11 +42,11 @@ class PoolMetrics:
 
     def update(self, pool: Pool) -> None:
         """Record the current statistics."""
-        has = pool.statistics()
+        statistics = pool.statistics()
         for key, gauge in self._gauges.items():
-            gauge.set(getattr(has, key))
+            gauge.set(getattr(statistics, key))
         for key, counter in self._counters.items():
-            new = getattr(has, key) - self._counted[key]
+            new = getattr(statistics, key) - self._counted[key]
             if new:
                 counter.inc(new)
                 self._counted[key] += new

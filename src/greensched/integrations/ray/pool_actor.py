@@ -205,8 +205,8 @@ class PoolActor:
         Raises:
             PoolClosed: the pool is closed.
         """
-        has = self.pool.statistics()
-        self._counts = (has.sms_total, has.sms_free, has.waiting)
+        statistics = self.pool.statistics()
+        self._counts = (statistics.sms_total, statistics.sms_free, statistics.waiting)
 
     def _stalled(self) -> float:
         """Return the seconds by which the next check is overdue."""

@@ -140,8 +140,8 @@ def unpack_batch(sent: Any) -> tuple[str, MessageBatch]:
 
 def pack_reply(reply: ReplyBatch) -> Any:
     """Pack a reply, for the result of a Ray call."""
-    plain = reply.received, [tuple(one) for one in reply.outcomes], tuple(reply.snapshot)
-    return _packed(plain, has_refs=any(one.ref or one.handle for one in reply.outcomes))
+    plain = reply.received, [tuple(outcome) for outcome in reply.outcomes], tuple(reply.snapshot)
+    return _packed(plain, has_refs=any(outcome.ref or outcome.handle for outcome in reply.outcomes))
 
 
 def unpack_reply(sent: Any) -> ReplyBatch:
@@ -215,15 +215,15 @@ async def pack_job(functions: Functions, job: Callable[..., Any], args: Sequence
     Raises:
         InvalidRequest: The function or an argument cannot be packed.
     """
-    given = list(args)
+    packed_args = list(args)
     refs: list[tuple[int, ObjectRef]] = []
     for place, value in enumerate(args):
         is_large = isinstance(value, np.ndarray) and value.nbytes >= LARGE
         if is_large or isinstance(value, ObjectRef):
             ref = await asyncio.to_thread(ray.put, value) if is_large else value
             refs.append((place, ref))
-            given[place] = None
-    return Packed(functions.digest(job), _dumps(given) if given else b"", tuple(refs))
+            packed_args[place] = None
+    return Packed(functions.digest(job), _dumps(packed_args) if packed_args else b"", tuple(refs))
 
 
 def _dumps(value: object) -> bytes:

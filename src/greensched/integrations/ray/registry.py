@@ -64,8 +64,8 @@ class PoolRegistry:
     async def open(self) -> None:
         """Join the fleet, and wait until all pools are connected; see `Fleet.__aenter__`."""
         try:
-            self._update(found := await self._join())
-            self._following = asyncio.create_task(self._follow(found.version))
+            self._update(membership := await self._join())
+            self._following = asyncio.create_task(self._follow(membership.version))
             is_waiting = True
             while is_waiting:  # a pool may end, and another take its place
                 await asyncio.gather(*self._first.values())
@@ -129,35 +129,35 @@ class PoolRegistry:
                     find_supervisor, self._name, make, self._wanted, detached=self._detached
                 )
                 try:
-                    found: Membership = await self._supervisor.join.remote(self._program)
+                    membership: Membership = await self._supervisor.join.remote(self._program)
                 except RayTaskError as error:
                     raise error.cause from None
-                if not found.is_stopped:
-                    return found
+                if not membership.is_stopped:
+                    return membership
             await asyncio.sleep(RECONNECT)
 
     async def _follow(self, version: int) -> None:
         """Follow the pools until the fleet is stopped. Its calls show that this program runs."""
         while True:
             try:
-                found = await self._supervisor.members.remote(self._program, version)
-                if found is None:  # it was restarted, or heard nothing for too long
-                    found = await self._join()
+                membership = await self._supervisor.members.remote(self._program, version)
+                if membership is None:  # it was restarted, or heard nothing for too long
+                    membership = await self._join()
             except ActorDiedError:  # Ray restarts it, unless the fleet was stopped
-                found = Membership(version, {}, is_stopped=True)
+                membership = Membership(version, {}, is_stopped=True)
             except (RayError, NoPool) as error:
                 logger.warning("the fleet %r has no supervisor now: %s", self._name, error)
                 await asyncio.sleep(RETRY_OPEN)
                 continue
-            if found.is_stopped:
+            if membership.is_stopped:
                 self.close()
                 return
-            version = found.version
-            self._update(found)
+            version = membership.version
+            self._update(membership)
 
-    def _update(self, found: Membership) -> None:
+    def _update(self, membership: Membership) -> None:
         """Connect to new pools, and drop pools that have ended."""
-        for name in self.handles.keys() - found.pools.keys():
+        for name in self.handles.keys() - membership.pools.keys():
             self._maintaining.pop(name).cancel()
             first = self._first.pop(name)
             if not first.done():
@@ -167,8 +167,8 @@ class PoolRegistry:
             connection = self.connections.pop(name, None)
             if connection is not None:
                 connection.fail("it was closed, or its GPU was lost")
-        for name in found.pools.keys() - self.handles.keys():
-            self.handles[name] = handle = found.pools[name]
+        for name in membership.pools.keys() - self.handles.keys():
+            self.handles[name] = handle = membership.pools[name]
             self._first[name] = asyncio.get_running_loop().create_future()
             self._maintaining[name] = asyncio.create_task(self._maintain(name, handle))
 

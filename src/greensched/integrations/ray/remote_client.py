@@ -198,8 +198,8 @@ class RemoteClient:
         if left is not None:
             left = max(0.0, left - self._loop.time() + received)
         options = {"service": message.service, "deadline": left, "duration": message.duration}
-        given: Any = {key: value for key, value in options.items() if value is not None}
-        return self._actor.pool.partition(message.sms, **given)
+        chosen: Any = {key: value for key, value in options.items() if value is not None}
+        return self._actor.pool.partition(message.sms, **chosen)
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -208,10 +208,10 @@ class RemoteClient:
         number, was_granted = message.number, False
         try:
             self._actor.admit()
-            asked = self._loop.time()
-            async with self._partition(message, asked) as p:
+            requested_at = self._loop.time()
+            async with self._partition(message, requested_at) as p:
                 was_granted = True
-                self._actor.job_granted(self._loop.time() - asked)
+                self._actor.job_granted(self._loop.time() - requested_at)
                 session = _Session(p, self._loop.create_future())
                 self._sessions[message.number] = session
                 self._add_outcome(await protocol.success(number, p.sm_count))

@@ -146,10 +146,10 @@ class PoolReplica:
             `sms_in_demand`: the fraction of SMs that running and queued requests need, if a queued
             request needs as much as a running one.
         """
-        has = self.pool.statistics()
-        used = (has.sms_leased + has.sms_draining) / has.sms_total
+        statistics = self.pool.statistics()
+        used = (statistics.sms_leased + statistics.sms_draining) / statistics.sms_total
         return {
             "sms": used,
-            "waiting": float(has.waiting),
-            "sms_in_demand": used * (1 + has.waiting / max(1, has.leases)),
+            "waiting": float(statistics.waiting),
+            "sms_in_demand": used * (1 + statistics.waiting / max(1, statistics.leases)),
         }

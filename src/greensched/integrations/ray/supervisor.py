@@ -190,7 +190,9 @@ class Supervisor:
         while self._programs or self._detached:
             await asyncio.sleep(PERIOD)
             now = time.monotonic()
-            silent = [one for one, heard in self._programs.items() if now - heard > UNUSED_S]
+            silent = [
+                program for program, heard in self._programs.items() if now - heard > UNUSED_S
+            ]
             for program in silent:
                 del self._programs[program]
             try:
@@ -222,8 +224,8 @@ class Supervisor:
     async def _reply(self, name: str, handle: Any) -> bool:
         """Return whether a pool's process replies. Forget a pool that Ray has given up."""
         try:
-            asked = handle.health.options(concurrency_group="control").remote()
-            self._nodes[name] = (await asyncio.wait_for(asked, REPLY_S)).node
+            reply = handle.health.options(concurrency_group="control").remote()
+            self._nodes[name] = (await asyncio.wait_for(reply, REPLY_S)).node
         except ActorDiedError:
             self._forget(name)
         except (RayError, TimeoutError):
@@ -265,12 +267,12 @@ class Supervisor:
 def find_pools(fleet: str) -> dict[str, Any]:
     """Return the pools of a fleet by name. Blocks on Ray."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    found = {}
-    for one in named:
-        if one["namespace"] == NAMESPACE and one["name"].startswith(f"{fleet}/"):
+    pools = {}
+    for actor in named:
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{fleet}/"):
             with suppress(ValueError):  # it has ended meanwhile
-                found[one["name"]] = ray.get_actor(one["name"], NAMESPACE)
-    return found
+                pools[actor["name"]] = ray.get_actor(actor["name"], NAMESPACE)
+    return pools
 
 
 def find_supervisor(name: str, make: bytes | None, wanted: int | None, *, detached: bool) -> Any:
