@@ -652,7 +652,7 @@ def _shortened(names: tuple[str, ...]) -> str:
 
 
 def wrong_thread() -> WrongThread:
-    """Return the error for use of a partition on another thread than its loop's."""
+    """Return the error for use of a partition on a thread other than its loop's."""
     return WrongThread(
         "a partition can be used only on the thread of the loop that entered it: call it there "
         "with loop.call_soon_threadsafe or anyio.from_thread.run"

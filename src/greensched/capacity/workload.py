@@ -107,7 +107,7 @@ USUAL_PROMPT, USUAL_BATCH = 1_024, 32
 
 
 def waves(service: ServiceProfile) -> int:
-    """Return how often the blocks of a usual piece fill the SMs."""
+    """Return how many times the blocks of a usual piece fill the SMs."""
     usual = {"prefill": USUAL_PROMPT, "decode": USUAL_BATCH}.get(service.role)
     if usual is None:
         return max(1, round(service.segment / WAVE_S))

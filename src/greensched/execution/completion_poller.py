@@ -341,7 +341,7 @@ class CompletionPoller:
     # -- scheduling polls --------------------------------------------------------------------------
 
     def _poll_within(self, delay: float) -> None:
-        """Poll within a delay for a new wait. If a thread must act first, not at once.
+        """Poll within a delay for a new wait; the delay is not 0 if a thread must act first.
 
         The thread wakes the loop, and polling meanwhile would take the GIL from it.
         """

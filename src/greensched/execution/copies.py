@@ -203,8 +203,8 @@ def copy(
 class _Staged:
     """A host array on its way to the device.
 
-    A small array is read at once, into a slot, or into a copy if all slots are in use. A large one
-    is read while the job runs.
+    A small array is read immediately, into a slot, or into a copy if all slots are in use. A large
+    one is read while the job runs.
     """
 
     __slots__ = ("_array", "_lease", "_slot", "is_large")

@@ -177,8 +177,8 @@ class WorkerCalls:
         try:
             if not self._health.is_over:
                 self._record_context(call)
-                # The stream is queried, too, because on an H100 the context's event omits what a
-                # stream without later work waits for.
+                # The stream is queried, too, because on an H100 the context's event does not cover
+                # a stream's wait for an event if no work follows that wait.
                 if self._has_no_work(stream):
                     stream.mark_here(ticket)
                 else:

@@ -218,7 +218,7 @@ class SimGPU:
             raise AssertionError(f"{problem}\n{self._account()}")
 
     def _account(self) -> str:
-        """Describe which kernels ran on which SMs, how often, and when."""
+        """Describe which kernels ran on which SMs, how many times, and when."""
         places: dict[tuple[str, int, frozenset[int]], list[Launched]] = {}
         for launch in self.launches():
             places.setdefault((launch.kernel, launch.device, launch.sms), []).append(launch)

@@ -185,7 +185,7 @@ def main(path: str, cpu_seconds: str, memory_bytes: str) -> None:
 
 
 def warm_up(nvrtc: object, failed: type[Exception]) -> None:
-    """Compile a valid source, and one with an error."""
+    """Compile a valid source and a wrong one, so that NVRTC loads all its files while it may."""
     for source in ("", "error"):
         try:
             nvrtc.compile(source, name="empty.cu", arch="sm_90")  # type: ignore[attr-defined]  # an untyped module

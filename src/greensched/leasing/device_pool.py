@@ -31,9 +31,9 @@ from greensched.leasing.executor_builder import ExecutorBuilder
 logger = logging.getLogger("greensched")
 
 #: The most executors made in advance, so that the first lease of any size waits for none. Each
-#: takes about 6 MiB and 1 ms on an H200. Split into groups of 8 SMs a device has 87 shapes. Split
-#: into groups of 2 it has 131 shapes at an end of the device, between which two leases that share
-#: it can move their border, and 26 more aligned blocks of 8 or more SMs, for three or more leases.
+#: takes about 6 MiB and 1 ms on an H200. A device that is split into groups of 8 SMs has 87 shapes.
+#: If it is split into groups of 2, it has 131 shapes that begin or end at an end of the device, for
+#: two leases that share it, and 26 more aligned blocks of 8 or more SMs, for three or more leases.
 #: A driver's capacity is not documented: making them stops without an error when the driver
 #: refuses.
 MAX_PREBUILT = 160

@@ -22,7 +22,7 @@ from greensched.execution.executor import Executor
 from greensched.kernels import Kernel
 from greensched.leasing.device_split import DeviceSplit
 
-#: The streams of an executor that can have work at once: launches and calls.
+#: The streams of an executor that can have work at the same time: launches and calls.
 STREAMS = 2
 
 

@@ -70,8 +70,8 @@ class Partition(AsyncBlock):
     * `WouldBlock` when too many jobs are in flight: `await drain()` first;
     * `BufferClosed`, `WrongDevice` for a buffer that cannot be used here;
     * `InvalidRequest` while the partition's stream is capturing;
-    * `WrongThread` on another thread than that of the loop that entered the block. Any thread
-      may await jobs and read the partition's properties.
+    * `WrongThread` on any thread except that of the loop that entered the block. Any thread may
+      await jobs and read the partition's properties.
     """
 
     __slots__ = ("__weakref__", "_is_entered", "_is_left", "_lease", "_lifecycle", "_request")
@@ -408,8 +408,9 @@ class Partition(AsyncBlock):
     ) -> Job[Buffer]:
         """Copy an array to new device memory in C order, whatever its strides.
 
-        A large array must not change until the job is done; at most 64 KiB are read at once. The
-        device never reads it directly: a thread copies large arrays through pinned chunks.
+        A large array must not change until the job is done; an array of up to 64 KiB is read
+        immediately. The device never reads it directly: a thread copies large arrays through pinned
+        chunks.
 
         Args:
             array: Anything that numpy converts to an array; or a device array as in `launch`, which

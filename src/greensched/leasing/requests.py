@@ -1,4 +1,7 @@
-"""Requests to a pool: checked before they are queued; and tasks' waits for their grants."""
+"""Requests to a pool: parsing them, and waiting for their grants.
+
+`LeaseManager` takes the request of a cancelled task out of the queue (`RequestQueue.remove`).
+"""
 
 from __future__ import annotations
 

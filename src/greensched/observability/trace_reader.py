@@ -48,7 +48,7 @@ def read(
 
     Args:
         path: The path of the file.
-        progress: Called now and then with the fraction read, from 0 to 1, and the current step.
+        progress: Called repeatedly with the fraction read, from 0 to 1, and the current step.
 
     Raises:
         MissingPackage: perfetto is not installed; says what to install.

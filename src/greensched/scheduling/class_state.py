@@ -109,7 +109,7 @@ class ClassState:
 
     # -- what is measured --------------------------------------------------------------------------
 
-    # The longest values rise at once and fall slowly, because waits are promised by them.
+    # The longest values rise immediately and fall slowly, because waits are promised by them.
 
     def record_interval(self, seconds: float) -> None:
         """Record the time between two checkpoints."""

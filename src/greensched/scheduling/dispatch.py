@@ -501,8 +501,9 @@ class Dispatcher:
         if not places:
             return None
         first: Request = min(places)[-1]
-        # Leases without an end take turns by how long they wait. Of two that give way to each
-        # other, one always waits, and would always precede a request of a lower class.
+        # Requests of leases that gave way are served by arrival. Otherwise, of two leases that give
+        # way to each other, one would always be waiting, and precede every request of a lower
+        # class.
         return min((place[-1] for place in places), key=by_order) if first.gave_way else first
 
     # -- leases that give way ----------------------------------------------------------------------

@@ -84,7 +84,7 @@ class _Left:
         return self._allocator.would_fit(self._request, self._device, self._left)
 
     def keeps_now(self, grant: Grant) -> int | None:
-        """Return what a lease may keep so that the request fits at once, or None."""
+        """Return what a lease may keep so that the request fits now, or None."""
         for sms in (grant.request.target[0].least, 0):
             freed = {grant: self._given(grant, sms)}
             if self._allocator.would_fit(self._request, self._device, freed):

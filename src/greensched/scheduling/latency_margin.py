@@ -19,7 +19,7 @@ FALL, RISE, RISE_FIRST = 0.9, 1.05, 1.2
 
 
 class LatencyMargin:
-    """The fraction of its latency target with which a class plans."""
+    """The fraction of a class's latency target that the scheduler plans with."""
 
     __slots__ = ("_late", "_rise", "_seen", "fraction")
 

@@ -33,7 +33,7 @@ class Lateness:
         self.refused = 0
 
     def check(self, request: Request) -> None:
-        """Handle a request that cannot be done in time even at once with the most it requests.
+        """Handle a request that would be late even if it were granted its largest size now.
 
         Raises:
             DeadlineImpossible: The request is refused.
@@ -49,7 +49,7 @@ class Lateness:
                 self._handle(request, seconds)
 
     def check_in_queue(self, request: Request, line: RequestLine, now: float) -> None:
-        """Handle a request that must wait too long, or would make others late.
+        """Handle a request that would be late after its wait, or would make others late.
 
         Raises:
             DeadlineImpossible: The request is refused.

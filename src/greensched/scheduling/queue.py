@@ -1,4 +1,8 @@
-"""The queue: which requests wait, in lines of equal requests, and which is first."""
+"""The queue: which requests wait, in lines of equal requests, and which is first.
+
+Requests enter by `RequestQueue.add`. Granted, cancelled, expired and rejected requests leave by
+`remove`.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +174,7 @@ class RequestQueue:
         return state.reserved_free > 0
 
     def close(self) -> list[RequestLine]:
-        """Empty the queue at once, however many requests wait; return its lines.
+        """Empty the queue immediately, however many requests wait; return its lines.
 
         Their requests are still marked as queued, but no longer counted.
         """

@@ -389,7 +389,7 @@ class Scheduler:
         grant.holder = None
         if self.allocator.is_timed:
             seconds = now - grant.began
-            if seconds < SHORTEST:  # so short that counting each at once is a tenth of it
+            if seconds < SHORTEST:  # counting each of these leases would add a tenth to it
                 grant.short_uses += 1
                 grant.short_s += seconds
             else:
@@ -516,7 +516,7 @@ class Scheduler:
         return dispatcher.dispatch(now)
 
     def close(self) -> Iterator[Request]:
-        """Empty the queue at once, however many requests wait.
+        """Empty the queue immediately, however many requests wait.
 
         Returns:
             The requests that waited, in the order of the queue. Each leaves when the iterator

@@ -57,7 +57,7 @@ class SplitController:
         is_over = seen >= LOOK
         if near * ONE_IN >= LOOK:
             before = self._near_before(now)
-            # If the split helped last time, split at once; otherwise observe both equally long.
+            # If the split helped last time, split now; otherwise observe both equally long.
             if before is None or before * ONE_IN <= 1 or is_over:
                 return self._decide(now, is_split=before is None or self._near_fraction() > before)
         if is_over:

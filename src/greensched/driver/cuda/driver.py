@@ -48,5 +48,5 @@ class CudaDriver(Devices, Contexts, Resources, Streams, Memory, Modules):
         """Say whether driver and wheel both have a feature. Needs no `initialise`."""
         known = self._features.get(feature)
         if known is None:
-            known = self._features[feature] = init.has(feature)
+            known = self._features[feature] = init.has_feature(feature)
         return known

@@ -79,7 +79,7 @@ def symbol_address(symbol: str, version: int) -> int:
     return 0 if failure else int(address or 0)
 
 
-def has(feature: Feature) -> bool:
+def has_feature(feature: Feature) -> bool:
     """Say whether both the driver and the wheel have a feature."""
     symbol, version, attribute = _SIGNS[feature]
     return hasattr(cuda, attribute) and symbol_address(symbol, version) != 0

@@ -13,7 +13,7 @@ from greensched.driver.cuda.errors import (
     call,
     error_for_missing_function,
 )
-from greensched.driver.cuda.init import driver_version, has
+from greensched.driver.cuda.init import driver_version, has_feature
 from greensched.driver.interface import Driver
 from greensched.driver.status import from_status
 from greensched.driver.types import (
@@ -108,7 +108,7 @@ def _workqueue(raw: Any) -> ResourceHandle:
 
 def _workqueue_config() -> Any:
     """Return the type of a work-queue configuration, if wheel and driver have it."""
-    if not has(Feature.WORKQUEUES):
+    if not has_feature(Feature.WORKQUEUES):
         version = driver_version()
         here = f"CUDA {version // 1000}.{version % 1000 // 10} with cuda-bindings {WHEEL_VERSION}"
         raise errors.NotSupported("a work-queue resource", "driver and bindings of CUDA 13.1", here)

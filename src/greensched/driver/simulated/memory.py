@@ -93,7 +93,7 @@ class Memory(Component):
     def allocate(self, pool: MemoryPoolHandle, nbytes: int, stream: StreamHandle) -> int:
         machine = self.machine
         source = self._pool(pool, "allocate")
-        machine.stream(stream, "allocate")  # the stream may belong to another device than the pool
+        machine.stream(stream, "allocate")  # the stream's device may not be the pool's
         if nbytes <= 0:
             raise from_status(1, "allocate", detail=f"{nbytes} bytes")
         machine.refuse_during_capture("allocate")

@@ -98,7 +98,7 @@ def _latch_cost(_launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> Cos
 
 
 def _rounds(launch: LaunchFacts) -> int:
-    """Return how often the SMs fill up. Blocks that only wait do not slow each other."""
+    """Return how many times the SMs fill up. Blocks that only wait do not slow each other."""
     device = launch.device
     threads = math.prod(launch.block)
     per_sm = min(
