@@ -49,9 +49,11 @@ class DeviceNotFound(InvalidRequest):
 
     def __init__(self, device: object, count: int) -> None:
         self.device = device
-        have = ", ".join(map(str, range(count)))
+        ordinals = ", ".join(map(str, range(count)))
         number = f"{count} device{'' if count == 1 else 's'}"
-        super().__init__(f"device {device!r} does not exist: this machine has {number} ({have}).")
+        super().__init__(
+            f"device {device!r} does not exist: this machine has {number} ({ordinals})."
+        )
 
 
 class InvalidSize(InvalidRequest):

@@ -46,8 +46,8 @@ class StreamClient(Client):
         Pieces follow one another if streams have priorities and a piece stands for many kernels:
         between two kernels of a stream, a GPU starts waiting blocks of any other stream.
         """
-        for some in [(ns,) for ns in pieces] if self._in_turn else [pieces]:
-            await self._submit(some)
+        for batch in [(ns,) for ns in pieces] if self._in_turn else [pieces]:
+            await self._submit(batch)
 
     async def _submit(self, pieces: Pieces) -> None:
         await self._machine.spend(self._machine.host.awaited)

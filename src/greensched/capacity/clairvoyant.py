@@ -226,17 +226,17 @@ class _Prompts:
 
     def _worst(self, number: int) -> _Prompt:
         """Return the prompt without which the first `number` prompts are done soonest."""
-        some = self._since[:number]
+        prompts = self._since[:number]
         # Their end is the maximum, over all prompts, of its arrival plus the work from it on.
         ends, total = [0.0] * number, 0.0
         for i in range(number - 1, -1, -1):
-            total += some[i].work
-            ends[i] = some[i].came + total
+            total += prompts[i].work
+            ends[i] = prompts[i].came + total
         after = [0.0] * (number + 1)
         for i in range(number - 1, -1, -1):
             after[i] = max(ends[i], after[i + 1])
-        before, worst, least = -math.inf, some[-1], math.inf
-        for i, prompt in enumerate(some):
+        before, worst, least = -math.inf, prompts[-1], math.inf
+        for i, prompt in enumerate(prompts):
             end = max(before - prompt.work, after[i + 1])
             if end < least:
                 worst, least = prompt, end

@@ -55,11 +55,15 @@ def slowdowns(
 
     def slowed(at_work: Sequence[tuple[str, float]]) -> list[float]:
         working = [kinds.get(name, "") for name, _ in at_work]
-        by = []
+        slowdowns_by_kernel = []
         for i, (_, sms) in enumerate(at_work):
             others = {kind for j, kind in enumerate(working) if j != i}
-            met = [guard[working[i], other] for other in others if (working[i], other) in guard]
-            by.append(max((factor(factors, sms) for factors in met), default=1.0))
-        return by
+            pair_factors = [
+                guard[working[i], other] for other in others if (working[i], other) in guard
+            ]
+            slowdowns_by_kernel.append(
+                max((factor(factors, sms) for factors in pair_factors), default=1.0)
+            )
+        return slowdowns_by_kernel
 
     return slowed

@@ -70,8 +70,8 @@ class SpeedupCurve:
         if not all(0 < ms < float("inf") for ms in self.ms):
             raise InvalidRequest(f"curve {self.name!r}: ms={self.ms!r}: give finite times above 0")
         rising = all(a < b for a, b in pairwise(self.sizes))
-        sane = all(0 < value < float("inf") for value in self.seconds)
-        if not (rising and sane and len(self.sizes) == len(self.seconds)):
+        finite = all(0 < value < float("inf") for value in self.seconds)
+        if not (rising and finite and len(self.sizes) == len(self.seconds)):
             raise InvalidRequest(
                 f"curve {self.name!r}: sizes={self.sizes!r}, seconds={self.seconds!r}: give rising "
                 "sizes, and a finite time above 0 for each"

@@ -169,14 +169,14 @@ class Machine:
 
 def kernels(services: Iterable[ServiceProfile]) -> dict[str, Kernel]:
     """Make a kernel for each class, which does nothing but take the time of the class's curve."""
-    named = list(services)
+    profiles = list(services)
     source = "".join(
         f'extern "C" __global__ void {service.name}(unsigned long long ns) {{}}\n'
-        for service in named
+        for service in profiles
     )
     program = Program(source, name="simulation.cu")
     made = {}
-    for service in named:
+    for service in profiles:
         kernel = made[service.name] = program.kernel(service.name)
         kernel.reference(_nothing)
         kernel.cost(functools.partial(_cost, service.curve))

@@ -207,11 +207,11 @@ def choices() -> dict[tuple[str, str, str, str], tuple[str, str, bool]]:
         if figure in dict(CHOSEN_BY.get(workload, ())) and not row.is_input:
             arms.setdefault((gpu, workload, case, figure), []).append(row)
     best_arms = {}
-    for where, some in arms.items():
+    for where, rows_of_case in arms.items():
         more = dict(CHOSEN_BY[where[1]])[where[3]]
-        best = _best({row: row.value for row in some}, more=more)
-        if len(some) > 1 and (best.is_known or not more):
-            chosen = _best({row: row.predicted for row in some}, more=more)
+        best = _best({row: row.value for row in rows_of_case}, more=more)
+        if len(rows_of_case) > 1 and (best.is_known or not more):
+            chosen = _best({row: row.predicted for row in rows_of_case}, more=more)
             a, b = (best, chosen) if more else (chosen, best)
             best_arms[where] = best.key[3], chosen.key[3], a.value <= DIFFERENT * b.value
     return best_arms

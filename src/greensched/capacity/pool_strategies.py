@@ -90,10 +90,10 @@ class ElasticClient(ClassClient):
 
     async def _run_some(self, lease: Partition, pieces: Pieces) -> Pieces:
         """Run the pieces up to the next checkpoint; return the rest."""
-        some = len(pieces) if self.whole else 1
+        count = len(pieces) if self.whole else 1
         await self._machine.spend(self._machine.host.awaited)
-        await lease.launch(self._config, self._kernel, sum(pieces[:some]))
-        return pieces[some:]
+        await lease.launch(self._config, self._kernel, sum(pieces[:count]))
+        return pieces[count:]
 
     async def _ensure_lease(self) -> Partition:
         if self._lease is not None:

@@ -227,12 +227,12 @@ class LeaseClient(Client):
 
     async def run(self, pieces: Pieces) -> None:
         """Run each piece, or the whole pass, in its own lease."""
-        for some in (pieces,) if self.whole else ((ns,) for ns in pieces):
-            options = self.lease_options(sum(some))
+        for batch in (pieces,) if self.whole else ((ns,) for ns in pieces):
+            options = self.lease_options(sum(batch))
             async with self._pool.partition(device=self._device, **options) as p:
                 await self._machine.spend(self._machine.host.lease)
                 await self._machine.spend(self._machine.host.awaited)
-                await p.launch(self._config, self._kernel, sum(some))
+                await p.launch(self._config, self._kernel, sum(batch))
 
 
 @dataclass

@@ -52,14 +52,14 @@ class Score:
 
 def score(latencies: Mapping[str, Latencies], services: Mapping[str, ServiceProfile]) -> Score:
     """Score a run by the targets of its classes. Classes without requests do not count."""
-    some = [
+    attainments = [
         latencies[name].attained(service.latency)
         for name, service in services.items()
         if not service.is_best_effort
     ]
-    some = [value for value in some if not math.isnan(value)] or [1.0]
+    attainments = [value for value in attainments if not math.isnan(value)] or [1.0]
     rest = sum(latencies[name].rate for name, s in services.items() if s.is_best_effort)
-    return Score(min(some), sum(some) / len(some), rest)
+    return Score(min(attainments), sum(attainments) / len(attainments), rest)
 
 
 class Best:

@@ -234,10 +234,10 @@ class _Pool:
         sms = dict.fromkeys(("free", "leased", "draining"), 0)
         for cell in device["cells"]:
             sms[cell["state"]] = sms.get(cell["state"], 0) + cell["sms"]
-        said = ", ".join(f"{count} {state}" for state, count in sms.items())
+        counts = ", ".join(f"{count} {state}" for state, count in sms.items())
         title = Text.assemble(
             (f"device {device['device']}", "bold"), f" {_printable(device['name'])}, ",
-            f"{device['sms']} SMs: {said}",
+            f"{device['sms']} SMs: {counts}",
         )  # fmt: skip
         if self._is_wide:
             title.append(f"  {device['uuid']}", "dim")

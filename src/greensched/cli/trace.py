@@ -107,12 +107,14 @@ def milliseconds(seconds: float | None) -> str | None:
 
 def notes(figures: dict[str, Any]) -> list[str]:
     """Return one sentence for each problem of a trace."""
-    said = [f"A device was lost: {error}" for error in figures["lost"]]
+    sentences = [f"A device was lost: {error}" for error in figures["lost"]]
     if figures["dropped"]:
-        said.append(f"{figures['dropped']} records are missing: the disk was slower than the pool.")
+        sentences.append(
+            f"{figures['dropped']} records are missing: the disk was slower than the pool."
+        )
     if not figures["is_complete"]:
-        said.append("The trace has no end: its process ended first.")
-    return said
+        sentences.append("The trace has no end: its process ended first.")
+    return sentences
 
 
 def save(trace: RecordedTrace, figures: dict[str, Any], path: Path, title: str) -> None:

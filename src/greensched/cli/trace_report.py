@@ -106,12 +106,12 @@ def _map(
                 is_draining=area.is_draining,
                 is_lent=area.is_lent,
             )
-            said = (
+            tooltip = (
                 f"{area.service or 'no class'}, SMs {area.first}-{area.end_sm - 1}, "
                 f"{area.start - trace.start:.6f} to {area.end - trace.start:.6f} s"
                 f"{', draining' * area.is_draining}{', borrowed' * area.is_lent}"
             )
-            drawn.append(f"<g><title>{escape(said)}</title>{rect}</g>")
+            drawn.append(f"<g><title>{escape(tooltip)}</title>{rect}</g>")
     svg = (
         f'<svg class="plot" height="{height}" role="img" data-device="{device.ordinal}" '
         f'aria-label="SMs of GPU {device.ordinal} by time">{"".join(drawn)}</svg>'
@@ -166,8 +166,8 @@ def _waiting(trace: RecordedTrace, colours: Mapping[str, str]) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(name for _, name, _ in steps):
         highest: dict[int, tuple[int, int]] = {}  # in each column of time: the most, the last
-        for time, of, number in steps:
-            if of == name:
+        for time, service, number in steps:
+            if service == name:
                 column = int((time - trace.start) / span * POINTS)
                 highest[column] = max(number, highest.get(column, (0, 0))[0]), number
         points, level = [(0.0, 0.0)], 0.0

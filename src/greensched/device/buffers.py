@@ -100,11 +100,11 @@ class Closable(Uncopyable, abc.ABC):
 
     def __del__(self) -> None:
         if not self.is_closed and not self._is_over:
-            said = f"{self!r} was never closed"
+            message = f"{self!r} was never closed"
             self.is_closed = True  # first, because the warning may be raised as an error
             self._give_back()
             if self.is_known:
-                warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
 class BaseBuffer(Closable):

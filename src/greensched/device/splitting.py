@@ -116,13 +116,13 @@ def split(driver: Driver, device: int, whole: ResourceHandle, groups: Sequence[S
     except CUDAError as error:
         if error.status not in REFUSALS:
             raise
-        have = driver.resource_facts(whole)
+        facts = driver.resource_facts(whole)
         nearest = _nearest(driver, whole, groups)
         counts = tuple(group.sm_count or None for group in groups)
         has_clusters = driver.device_facts(device).compute_capability >= (9, 0)
         largest_set = LARGEST_SETS[0 if has_clusters else 1]
-        why = _explain(have, groups, largest_set, structured=method is _structured)
-        raise InvalidSplit(counts, have.sm_count, why, nearest) from error
+        why = _explain(facts, groups, largest_set, structured=method is _structured)
+        raise InvalidSplit(counts, facts.sm_count, why, nearest) from error
 
 
 def _split_method(driver: Driver, groups: Sequence[SMGroup]) -> Callable[..., Cut]:
@@ -147,16 +147,16 @@ def _structured(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 
 def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -> Cut:
     """Make equal groups by the older split; refuse if it would round up or make fewer."""
-    have, group = driver.resource_facts(whole), groups[0]
+    facts, group = driver.resource_facts(whole), groups[0]
     fine = group.coscheduled_sm_count == 2
-    if group.coscheduled_sm_count not in (0, 2, have.coscheduled_alignment):
+    if group.coscheduled_sm_count not in (0, 2, facts.coscheduled_alignment):
         major, minor = driver.version
         raise NotSupported(
             f"coscheduled_sm_count={group.coscheduled_sm_count}",
             NEEDED,
             f"CUDA {major}.{minor}, which has the device's own number (None) and 2",
         )
-    largest = range(have.sm_count // 2 * 2, 0, -2) if len(groups) == 1 else ()
+    largest = range(facts.sm_count // 2 * 2, 0, -2) if len(groups) == 1 else ()
     for size in [group.sm_count] if group.sm_count else largest:
         try:
             cut, rest = driver.split_by_count(whole, len(groups), size, ignore_coscheduling=fine)
@@ -173,7 +173,7 @@ def _by_count(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) 
 
 
 def _explain(
-    have: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
+    facts: ResourceFacts, groups: Sequence[SMGroup], largest_set: int, *, structured: bool
 ) -> str:
     """Return the reason for a refusal, as far as the numbers show it."""
     counts = [group.sm_count for group in groups]
@@ -182,12 +182,12 @@ def _explain(
         for size in (sets, wider):
             if size % 2 or size > largest_set:
                 return f"sets of {size}: sets are even, and have {largest_set} SMs at most"
-        step = sets or have.coscheduled_alignment or 2
+        step = sets or facts.coscheduled_alignment or 2
         fine = sets == 2  # which has its own least group
-        least = step if structured or fine else max(step, have.min_partition_size)
+        least = step if structured or fine else max(step, facts.min_partition_size)
         if wider % step:
             return f"sets of {wider} are preferred, which is not a multiple of {step}"
-        if count > have.sm_count:
+        if count > facts.sm_count:
             return f"{count} are more than there are"
         if count % 2:
             return f"{count} is odd, but SMs come in pairs"
@@ -195,11 +195,11 @@ def _explain(
             return f"{count} is not a multiple of the {step} co-scheduled SMs{_hints(structured)}"
         if count and count < least:
             return f"{count} are fewer than the {least} of the smallest group"
-    if sum(counts) > have.sm_count:
+    if sum(counts) > facts.sm_count:
         return f"together they are {sum(counts)}"
     if 0 in counts[:-1]:
         return "the largest group leaves no SM for the next ones"
-    if not have.coscheduled_alignment:
+    if not facts.coscheduled_alignment:
         return "this driver makes groups of other sizes only, and does not say which"
     return f"the chip does not have enough co-scheduled SMs{_hints(structured)}"
 
@@ -216,11 +216,11 @@ def _nearest(driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]) -
     """
     if not driver.supports(Feature.STRUCTURED_SPLIT):
         return _nearest_alike(driver, whole, groups)
-    have = driver.resource_facts(whole)
+    facts = driver.resource_facts(whole)
     chosen: list[SMGroup] = []
     for group in groups:
-        left = have.sm_count - sum(group.sm_count for group in chosen)
-        trials = (replace(group, sm_count=size) for size in _sizes(group, have, left))
+        left = facts.sm_count - sum(group.sm_count for group in chosen)
+        trials = (replace(group, sm_count=size) for size in _sizes(group, facts, left))
         fitting = (
             group for group in trials if _can_split(_structured, driver, whole, [*chosen, group])
         )
@@ -235,17 +235,17 @@ def _nearest_alike(
     driver: Driver, whole: ResourceHandle, groups: Sequence[SMGroup]
 ) -> tuple[int, ...]:
     """Return as many groups of one size as possible, for drivers that only make equal groups."""
-    have, group = driver.resource_facts(whole), groups[0]
-    for number in range(min(len(groups), have.sm_count), 0, -1):
-        for size in _sizes(group, have, have.sm_count // number):
+    facts, group = driver.resource_facts(whole), groups[0]
+    for number in range(min(len(groups), facts.sm_count), 0, -1):
+        for size in _sizes(group, facts, facts.sm_count // number):
             if _can_split(_by_count, driver, whole, [replace(group, sm_count=size)] * number):
                 return (size,) * number
     return ()
 
 
-def _sizes(group: SMGroup, have: ResourceFacts, most: int) -> list[int]:
+def _sizes(group: SMGroup, facts: ResourceFacts, most: int) -> list[int]:
     """Return the sizes to try for a group, nearest to its own size first."""
-    step = group.coscheduled_sm_count or have.coscheduled_alignment or 2
+    step = group.coscheduled_sm_count or facts.coscheduled_alignment or 2
     sizes = range(2 if group.backfill or step % 2 else step, most + 1, 2)
     fitting = [size for size in sizes if group.backfill or size % step == 0]
     wanted = group.sm_count or most

@@ -237,11 +237,11 @@ class _Watcher:
         links: list[Link] | None = None,
         **attributes: str | int,
     ) -> Span:
-        named = {f"greensched.{key}": value for key, value in attributes.items()}
+        prefixed = {f"greensched.{key}": value for key, value in attributes.items()}
         return self._tracer.start_span(
             name,
             parent,
-            attributes={**self._attributes, **named},
+            attributes={**self._attributes, **prefixed},
             links=links,
             start_time=self._ns(start),
         )

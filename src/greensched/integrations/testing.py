@@ -205,8 +205,8 @@ class SimGPU:
 
     def assert_at_once(self, first: Kernel | str, second: Kernel | str) -> None:
         """Assert that some launches of two kernels ran at the same time."""
-        met = any(a.start < b.end and b.start < a.end for a, b in self._pairs(first, second))
-        self._check(met, f"{_name(first)} and {_name(second)} never ran at the same time")
+        overlaps = any(a.start < b.end and b.start < a.end for a, b in self._pairs(first, second))
+        self._check(overlaps, f"{_name(first)} and {_name(second)} never ran at the same time")
 
     def _pairs(self, first: Kernel | str, second: Kernel | str) -> list[tuple[Launched, Launched]]:
         firsts, seconds = self.assert_ran(first), self.assert_ran(second)

@@ -210,7 +210,7 @@ def _split(tokens: list[_Token]) -> list[list[_Token]]:
 
 def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
     closing = _closings(tokens)
-    named = _names(tokens, closing)
+    names = _names(tokens, closing)
     openings: set[int] = set()
     blocks: list[bool] = []  # for each open brace, whether it gives C linkage
     open_c_blocks = 0
@@ -218,7 +218,7 @@ def _definitions(tokens: list[_Token]) -> Iterator[_Definition]:
     for index, token in enumerate(tokens):
         text = token.text
         if text == "__global__":
-            name = named[index + 1]
+            name = names[index + 1]
             if name is not None and name not in openings:
                 openings.add(name)
                 has_c_linkage = (links_as_c and not is_template) or open_c_blocks > 0

@@ -123,8 +123,8 @@ class DevicePool:
             except CUDAError as error:
                 if not self.executors or error.status not in CAPACITY:
                     raise
-                have, wanted = len(self.executors), len(menu)
-                self._do_without(f"{wanted - have} of {wanted} executors made at open: {error}")
+                present, wanted = len(self.executors), len(menu)
+                self._do_without(f"{wanted - present} of {wanted} executors made at open: {error}")
                 return
 
     def _do_without(self, what: str) -> None:

@@ -423,7 +423,7 @@ class LeaseManager:
             InvalidRequest: `duration` or `deadline` is invalid.
         """
         self.refuse_in_decision()
-        told = checked_duration(duration), checked_deadline(deadline)
+        expectations = checked_duration(duration), checked_deadline(deadline)
         executor = lease.executor
         if len(self.pollers) > 1:
             self._look_for_closed_loops(lease.poller)
@@ -431,7 +431,7 @@ class LeaseManager:
         with self.lock:
             self.check()
             grant, before = lease.grant, lease.grant.mask
-            granted = self.scheduler.checkpoint(self._time(), grant, *told)
+            granted = self.scheduler.checkpoint(self._time(), grant, *expectations)
             if grant.over:
                 executor.is_leased = False
                 lease.give_way()

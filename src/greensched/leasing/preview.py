@@ -101,12 +101,12 @@ def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
     numbered = [part.least for part in parts if part.named is None]
     over = ""
     if cells.remainder:
-        beside = "which can join them" if cells.joins else "which can only be a part alone"
-        over = f" and {cells.remainder} SMs over, {beside}"
-    said = f"{_listed(numbered)} SMs take {needed} cells of {cells.size}, "
+        joining = "which can join them" if cells.joins else "which can only be a part alone"
+        over = f" and {cells.remainder} SMs over, {joining}"
+    text = f"{_listed(numbered)} SMs take {needed} cells of {cells.size}, "
     if REST in [part.named for part in parts] and needed <= cells.count:
-        return f"{said}all there are, and leave none for REST"
-    return f"{said}and there are {cells.count}{over}"
+        return f"{text}all there are, and leave none for REST"
+    return f"{text}and there are {cells.count}{over}"
 
 
 def _listed(numbers: tuple[int, ...] | list[int]) -> str:

@@ -32,8 +32,10 @@ class Verification:
 
     def __repr__(self) -> str:
         """Show the proven sizes; `seen` has every SM."""
-        said = (f"device {d}: {'+'.join(str(len(sms)) for sms in sets)}" for d, sets in self.seen)
-        return f"<Verification: SMs shared by none, {'; '.join(said)}>"
+        devices = (
+            f"device {d}: {'+'.join(str(len(sms)) for sms in sets)}" for d, sets in self.seen
+        )
+        return f"<Verification: SMs shared by none, {'; '.join(devices)}>"
 
 
 async def verify(

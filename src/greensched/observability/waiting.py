@@ -124,7 +124,7 @@ def _kept(facts: _Facts) -> tuple[Reason, str]:
     """Return why a request waits although enough SMs are free."""
     scheduler, request, sms, device = facts.scheduler, facts.request, facts.sms, facts.device
     allocator, reservation = facts.allocator, scheduler.queue.reservation
-    have = f"needs {sms} SMs; {facts.free} are free on {facts.where}"
+    need = f"needs {sms} SMs; {facts.free} are free on {facts.where}"
     sharing = len(allocator.shared_grants[device])
     if sharing and not facts.state.shared:
         return "shared", f"needs {sms} SMs of {facts.where}: {sharing} shared leases must end there"
@@ -132,15 +132,15 @@ def _kept(facts: _Facts) -> tuple[Reason, str]:
         first = reservation.request
         if reservation.device == device and device not in request.held_devices:
             requested, waited = scheduler.dispatcher.asked(first), facts.now - first.arrived
-            text = f"{have}, which is kept for an earlier request of {_named(first.class_state)}"
+            text = f"{need}, which is kept for an earlier request of {_named(first.class_state)}"
             return "kept", f"{text} for {requested} SMs, which has waited {_duration(waited)}"
     size = allocator.devices[device].size
     owners = [owner for owner in allocator.reservations[device].owners if owner is not facts.state]
     kept = {owner.name: owner.reserved_free * size for owner in owners if owner.reserved_free}
     if kept and facts.free - sum(kept.values()) < sms:
         parts = " and ".join(f"{count} for {name!r}" for name, count in kept.items())
-        return "reserve", f"{have}, of which reserves keep {parts}"
-    return "order", f"{have}: requests before it go first"
+        return "reserve", f"{need}, of which reserves keep {parts}"
+    return "order", f"{need}: requests before it go first"
 
 
 def _more(facts: _Facts) -> str:

@@ -276,10 +276,10 @@ class SMAllocator:
         chosen = free & cells.remainder_mask
         own = reservations.blocks.get(state, 0)
         for among in (own, reservations.beside, cells.cell_mask):
-            some = lowest(left & among, count)
-            chosen |= some
-            left &= ~some
-            count -= some.bit_count()
+            part = lowest(left & among, count)
+            chosen |= part
+            left &= ~part
+            count -= part.bit_count()
         return chosen
 
     # -- what is possible ------------------------------------------------------------------------
@@ -455,8 +455,8 @@ class SMAllocator:
                     kept = 0
                 elif is_elastic and not was_shared:
                     kept = min(after, cells.cells_for(grant.request.parts[0].least))
-                have = (free & all_cells).bit_count()
-                reservations.take(have, grant, after - before, kept)
+                available = (free & all_cells).bit_count()
+                reservations.take(available, grant, after - before, kept)
             elif after < before:
                 reservations.give(grant, before - after)
             if is_elastic:

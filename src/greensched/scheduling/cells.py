@@ -188,11 +188,11 @@ class DeviceCells:
         if wanted.named is not None:
             return self.full_mask if free == self.full_mask else 0
         free_cells = free & self.cell_mask
-        have = free_cells.bit_count()
+        free_count = free_cells.bit_count()
         least = -(-wanted.least // self.size)
-        if have >= least:
+        if free_count >= least:
             most = wanted.most // self.size
-            cells = least if most <= least else min(have, most)
+            cells = least if most <= least else min(free_count, most)
             chosen = self.choose(free_cells, cells, ready)
             if 0 < self.remainder <= wanted.most - cells * self.size:
                 with_remainder = chosen | (free & self.remainder_mask)
@@ -201,9 +201,9 @@ class DeviceCells:
         if not free & self.remainder_mask:
             return 0
         beside = self._beside_remainder(wanted.least)
-        if beside is not None and have >= beside:
+        if beside is not None and free_count >= beside:
             more = max(beside, (wanted.most - self.remainder) // self.size) if self.joins else 0
-            return self.remainder_mask | self.choose(free_cells, min(have, more), NO_MASKS)
+            return self.remainder_mask | self.choose(free_cells, min(free_count, more), NO_MASKS)
         return free if free == self.full_mask and self.total >= wanted.least else 0
 
     def fit_all(

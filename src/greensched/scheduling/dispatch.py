@@ -575,8 +575,8 @@ class Dispatcher:
 
     def least(self, request: Request) -> int:
         """Return the SMs without which a request fits nowhere."""
-        named = min(self.allocator.devices[device].total for device in request.devices)
-        return sum(part.least for part in request.parts) or named
+        whole_device = min(self.allocator.devices[device].total for device in request.devices)
+        return sum(part.least for part in request.parts) or whole_device
 
     def holds(self, holder: Hashable) -> bool:
         """Say whether a holder has any grant that is not draining."""

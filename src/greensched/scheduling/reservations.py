@@ -215,8 +215,8 @@ class Reservations:
         if state not in self.blocks:
             return
         most = min(part.most, state.cap) // self.cells.size
-        have = self.cells.cell_count(grant.mask)
-        is_short = have < min(most, self.cells.count) and not is_over
+        held = self.cells.cell_count(grant.mask)
+        is_short = held < min(most, self.cells.count) and not is_over
         state.short += is_short - grant.is_short
         grant.is_short = is_short
 

@@ -90,11 +90,11 @@ def call(function: Callable[[], T]) -> T:
     """Call the user's code inside a decision. It may raise anything."""
     # Not `values()`, because a pool made on another thread meanwhile would break the iteration.
     references = _readers.valuerefs()
-    told = [reader for reference in references if (reader := reference()) is not None]
-    for reader in told:
+    readers = [reader for reference in references if (reader := reference()) is not None]
+    for reader in readers:
         reader.user_code_began()
     try:
         return function()
     finally:
-        for reader in told:
+        for reader in readers:
             reader.user_code_ended()

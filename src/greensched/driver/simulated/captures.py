@@ -76,9 +76,9 @@ class Captures(Component):
         return previous
 
     def destroy_graph(self, graph: GraphHandle) -> None:
-        gone = self.machine.expect(graph, Graph, "destroy_graph")
-        gone.alive = False
-        self.machine.unregister(gone.stream.device.ordinal, "graph")
+        ended = self.machine.expect(graph, Graph, "destroy_graph")
+        ended.alive = False
+        self.machine.unregister(ended.stream.device.ordinal, "graph")
 
     def node_count(self, graph: GraphHandle) -> int:
         return len(self.machine.expect(graph, Graph, "node_count").nodes)
@@ -112,6 +112,6 @@ class Captures(Component):
 
     def destroy_executable(self, executable: ExecutableHandle) -> None:
         """End an executable graph. Its launches still run to their end."""
-        gone = self.machine.expect(executable, Executable, "destroy_executable")
-        gone.alive = False
-        self.machine.unregister(gone.stream.device.ordinal, "executable graph")
+        ended = self.machine.expect(executable, Executable, "destroy_executable")
+        ended.alive = False
+        self.machine.unregister(ended.stream.device.ordinal, "executable graph")

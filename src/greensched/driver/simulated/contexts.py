@@ -90,18 +90,18 @@ class Contexts(Component):
 
         A real driver ends its streams and events with it, which the interface forbids.
         """
-        gone = self.machine.expect(context, Context, "destroy_context")
-        if not gone.own:
+        ended = self.machine.expect(context, Context, "destroy_context")
+        if not ended.own:
             raise DriverMisuse(
-                f"{gone!r} is not one of its own, made by create_context: release a primary "
+                f"{ended!r} is not one of its own, made by create_context: release a primary "
                 "context, or destroy the green one"
             )
-        device = self.machine.devices[gone.device]
-        if gone.threads:
-            raise DriverMisuse(f"{gone!r} destroyed while current on {list(gone.threads)}")
-        if gone.children and device.fault is None:
-            raise DriverMisuse(f"{gone!r} ended with {gone.children} streams and events alive")
-        gone.alive = False
+        device = self.machine.devices[ended.device]
+        if ended.threads:
+            raise DriverMisuse(f"{ended!r} destroyed while current on {list(ended.threads)}")
+        if ended.children and device.fault is None:
+            raise DriverMisuse(f"{ended!r} ended with {ended.children} streams and events alive")
+        ended.alive = False
         self.machine.unregister(OWN, "context")
         check_fault(device, "destroy_context")
 

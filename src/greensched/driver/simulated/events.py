@@ -22,10 +22,10 @@ class Events(Component):
 
     def destroy_event(self, event: EventHandle) -> None:
         """End an event, recorded or not."""
-        gone = self.machine.expect(event, Event, "destroy_event")
-        gone.alive = False
-        self.machine.unregister_child(gone.context, "event")
-        self.machine.usable_device(gone.context.device, "destroy_event")
+        ended = self.machine.expect(event, Event, "destroy_event")
+        ended.alive = False
+        self.machine.unregister_child(ended.context, "event")
+        self.machine.usable_device(ended.context.device, "destroy_event")
 
     def record_event(self, event: EventHandle, stream: StreamHandle) -> None:
         machine = self.machine

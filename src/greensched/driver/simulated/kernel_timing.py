@@ -202,12 +202,14 @@ def _share(timeline: Timeline, device: DeviceState) -> None:
     pace = clock(watts, model.idle_watts, model.power_limit)
     working = [i for i, kernel in enumerate(kernels) if kernel.working and shares[i] > 0]
     busy = [kernels[i] for i in working]
-    had = [shares[i] for i in working]
-    rates = speeds(busy, had, model.dram_bandwidth, model.sm_bandwidth, pace)
+    compute = [shares[i] for i in working]
+    rates = speeds(busy, compute, model.dram_bandwidth, model.sm_bandwidth, pace)
     slowed = model.interference
     if slowed is not None and len(busy) > 1:
-        by = slowed([(kernel.name, share) for kernel, share in zip(busy, had, strict=True)])
-        rates = [speed / factor for speed, factor in zip(rates, by, strict=True)]
+        factors = slowed(
+            [(kernel.name, share) for kernel, share in zip(busy, compute, strict=True)]
+        )
+        rates = [speed / factor for speed, factor in zip(rates, factors, strict=True)]
     for kernel, speed in zip(busy, rates, strict=True):
         kernel.advance(timeline, speed)
     for kernel, share, space in zip(kernels, shares, spaces, strict=True):

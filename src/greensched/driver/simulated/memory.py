@@ -66,14 +66,14 @@ class Memory(Component):
     def destroy_memory_pool(self, pool: MemoryPoolHandle) -> None:
         """Destroy a memory pool without memory in use."""
         machine = self.machine
-        gone = machine.expect(pool, MemoryPool, "destroy_memory_pool")
-        device = machine.devices[gone.device]
+        ended = machine.expect(pool, MemoryPool, "destroy_memory_pool")
+        device = machine.devices[ended.device]
         with machine.timeline.lock:
-            if gone.used and device.fault is None:
-                raise DriverMisuse(f"a memory pool ended with {gone.used} bytes in use")
-            gone.alive = False
-            machine.memory[gone.device].pools -= gone.reserved
-        machine.unregister(gone.device, "memory pool")
+            if ended.used and device.fault is None:
+                raise DriverMisuse(f"a memory pool ended with {ended.used} bytes in use")
+            ended.alive = False
+            machine.memory[ended.device].pools -= ended.reserved
+        machine.unregister(ended.device, "memory pool")
         check_fault(device, "destroy_memory_pool")
 
     def can_access_peer(self, device: int, peer: int) -> bool:

@@ -74,11 +74,11 @@ class Modules(Component):
 
     def unload_code(self, library: LibraryHandle) -> None:
         """End a library and its kernels once the devices that loaded it are idle."""
-        gone = self.machine.expect(library, Library, "unload_code")
+        ended = self.machine.expect(library, Library, "unload_code")
         for context in tuple(self.machine.primaries.values()):
-            if context.ident in gone.loaded:
+            if context.ident in ended.loaded:
                 self.machine.wait_to_change_code(self.machine.devices[context.device])
-        gone.alive = False
+        ended.alive = False
 
     def get_kernel(self, library: LibraryHandle, name: str) -> KernelHandle:
         loaded = self.machine.expect(library, Library, "get_kernel")

@@ -150,22 +150,22 @@ class Resources(Component):
         the interface forbids it. After a device fault the fault is not raised (`poison`).
         """
         machine = self.machine
-        gone = machine.expect(green, Green, "destroy_green")
-        device = machine.devices[gone.device]
-        if gone.view.threads:
-            raise DriverMisuse(f"{gone!r} destroyed while current on {list(gone.view.threads)}")
+        ended = machine.expect(green, Green, "destroy_green")
+        device = machine.devices[ended.device]
+        if ended.view.threads:
+            raise DriverMisuse(f"{ended!r} destroyed while current on {list(ended.view.threads)}")
         with machine.timeline.lock:
-            busy = [s for s in device.streams.values() if s.green == gone.ident and not s.idle]
+            busy = [s for s in device.streams.values() if s.green == ended.ident and not s.idle]
         if busy and device.fault is None:
-            raise DriverMisuse(f"{gone!r} destroyed with work in flight")
-        for stream in gone.streams:
+            raise DriverMisuse(f"{ended!r} destroyed with work in flight")
+        for stream in ended.streams:
             stream.detached = True
             machine.end_capture(stream)
-        gone.alive = gone.view.alive = False
+        ended.alive = ended.view.alive = False
         with machine.timeline.lock:
-            machine.memory[gone.device].close(GREEN_BYTES - LOST_BYTES)
-        machine.unregister(gone.device, "green context")
-        self._contexts.release_primary(gone.device)
+            machine.memory[ended.device].close(GREEN_BYTES - LOST_BYTES)
+        machine.unregister(ended.device, "green context")
+        self._contexts.release_primary(ended.device)
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
         """Return the view, the same object each time."""

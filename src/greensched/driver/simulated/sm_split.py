@@ -65,8 +65,8 @@ class Resource:
         contexts made of them (docs/measurements/h200-580/resources.txt).
         """
         is_output = self.origin in ("group", "remainder")
-        said = (0, 0) if version == MEASURED and is_output else (self.minimum, self.alignment)
-        return ResourceFacts(self.sm_count or self.mask.bit_count(), *said, self.flags)
+        reported = (0, 0) if version == MEASURED and is_output else (self.minimum, self.alignment)
+        return ResourceFacts(self.sm_count or self.mask.bit_count(), *reported, self.flags)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,10 +220,10 @@ def combine(
     _check_parts(parts, version)
     masks = [r.mask for r in parts]
     # An SM of two resources counts twice, up to the device's SMs (measured: `alignment`).
-    said = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
+    reported = min(sum(mask.bit_count() for mask in masks), whole(first.device).mask.bit_count())
     grain = min(r.minimum for r in parts), min(r.alignment for r in parts)
     queue = queues[0] if queues else None
-    return Descriptor(first.device, _union(masks), said, grain, first.owner, queue)
+    return Descriptor(first.device, _union(masks), reported, grain, first.owner, queue)
 
 
 def _check_parts(parts: Sequence[Resource], version: Version) -> None:

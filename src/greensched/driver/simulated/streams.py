@@ -47,20 +47,20 @@ class Streams(Component):
     def destroy_stream(self, stream: StreamHandle) -> None:
         """End a stream. Its queued work still runs."""
         machine = self.machine
-        gone = machine.expect(stream, SimulatedStream, "destroy_stream")
-        if gone.detached and machine.version < (13, 1):
+        ended = machine.expect(stream, SimulatedStream, "destroy_stream")
+        if ended.detached and machine.version < (13, 1):
             raise from_status(709, "destroy_stream")
-        gone.alive = False
-        machine.end_capture(gone)
-        if gone.context.green is not None:
-            gone.context.green.streams.discard(gone)
+        ended.alive = False
+        machine.end_capture(ended)
+        if ended.context.green is not None:
+            ended.context.green.streams.discard(ended)
         with machine.timeline.lock:
-            machine.memory[gone.device.ordinal].close(STREAM_BYTES)
-            gone.ended = True
-            if gone.idle:
-                del gone.device.streams[gone.ident]
-        machine.unregister_child(gone.context, "stream")
-        check_fault(gone.device, "destroy_stream")
+            machine.memory[ended.device.ordinal].close(STREAM_BYTES)
+            ended.ended = True
+            if ended.idle:
+                del ended.device.streams[ended.ident]
+        machine.unregister_child(ended.context, "stream")
+        check_fault(ended.device, "destroy_stream")
 
     def report_reference_errors(
         self, stream: StreamHandle, report: Callable[[Exception], None] | None

@@ -266,9 +266,9 @@ class Supervisor:
 
 def find_pools(fleet: str) -> dict[str, Any]:
     """Return the pools of a fleet by name. Blocks on Ray."""
-    named = ray.util.list_named_actors(all_namespaces=True)
+    actors = ray.util.list_named_actors(all_namespaces=True)
     pools = {}
-    for actor in named:
+    for actor in actors:
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{fleet}/"):
             with suppress(ValueError):  # it has ended meanwhile
                 pools[actor["name"]] = ray.get_actor(actor["name"], NAMESPACE)
