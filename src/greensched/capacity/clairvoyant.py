@@ -285,7 +285,7 @@ class _Tokens:
         return MUST_MEET * self._step() / self._gap
 
     def work(self, seconds: float, more: float) -> None:
-        """Advance by seconds at that speed, plus further work that no prompt needed."""
+        """Advance by this many seconds at that speed, plus `more` work with idle capacity."""
         step = self._step()
         if step:
             self._written += MUST_MEET * seconds / self._gap + more / step

@@ -144,7 +144,7 @@ class SpeedupCurve:
         Args:
             sms: The SMs of the device.
             threads: The most threads on an SM.
-            waves: How often its blocks fill the SMs, one wave after another.
+            waves: How many times its blocks fill the SMs, one wave after another.
         """
         if self.fills:
             return LaunchConfig(grid=waves * (threads // FULL_BLOCK) * sms, block=FULL_BLOCK)

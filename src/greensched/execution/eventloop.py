@@ -98,7 +98,7 @@ class LoopAdapter(ABC):
         self.wake(waiter)
 
     def wake_threadsafe(self, waiter: Any) -> bool:
-        """Wake a task from any thread."""
+        """Wake a task from any thread. Return False if the loop is closed."""
         if get_ident() == self._ident:
             return self.wake(waiter)
         return self.call_threadsafe(functools.partial(self.wake, waiter))

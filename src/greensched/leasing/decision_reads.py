@@ -14,8 +14,8 @@ from typing import Final
 
 from greensched.scheduling import user_code
 
-#: How often a read that waits for the lock checks whether the user's code runs under it, in
-#: seconds.
+#: Seconds between two checks of a read that waits for the lock: whether the user's code runs under
+#: it.
 LOOK_S: Final = 0.005
 
 

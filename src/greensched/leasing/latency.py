@@ -27,8 +27,8 @@ STEP = 1.15
 NEWEST = 0.05
 #: The quantile that is called the tail.
 TAIL = 0.95
-#: How often each size is measured. Sizes take turns, because a machine's speed changes from minute
-#: to minute. The 95th percentile of 20 is the second largest.
+#: How many times each size is measured. Sizes take turns, because a machine's speed changes from
+#: minute to minute. The 95th percentile of 20 is the second largest.
 REPEATS = 20
 #: The most sizes measured by default: all sizes of a device that is split into groups of 8 SMs.
 MAX_SIZES = 17
@@ -133,7 +133,7 @@ class LatencyCurve:
     # -- learning --------------------------------------------------------------------------------
 
     def observe(self, sms: int, seconds: float) -> None:
-        """Learn a further duration. O(1), from any thread, for use while serving.
+        """Add a duration. Takes constant time, on any thread, so that a service can use it.
 
         Raises:
             InvalidRequest: A value is not a size or not a duration; nothing has changed.
@@ -232,7 +232,7 @@ class ScaledCurve:
         return self._factor * self._curve.at(sms)
 
     def observe(self, sms: int, seconds: float) -> None:
-        """Learn a further duration of the batch."""
+        """Add a duration of the `factor` repetitions."""
         self._curve.observe(sms, seconds / self._factor)
 
 

@@ -71,7 +71,7 @@ from greensched.scheduling.requests import QUEUED, Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 
-#: How often closed loops are looked for while requests are queued or made.
+#: Seconds between two checks for closed loops, while requests are queued or made.
 TICK_S = 0.050
 #: The most requests that one turn of a loop refuses, waking their tasks: about 10 ms, however many
 #: wait.

@@ -102,7 +102,8 @@ class Reservations:
             sms: The SMs that it will have, on which its duration depends.
 
         Returns:
-            The number for the least that it keeps to its end, and the number in all.
+            The number that it may keep to its end, and the number with those that it gives back
+            earlier.
         """
         state = request.class_state
         least = most = free

@@ -411,7 +411,7 @@ class Scheduler:
         return True
 
     def resume(self, now: float, grant: Grant, holder: Hashable) -> None:
-        """Grant a suspended grant to an equal request, and count it like any other."""
+        """Give a suspended grant to an equal request, and count this like any other grant."""
         del self._suspended[grant]
         self.queue.arrivals += 1
         self.dispatcher.granted += 1

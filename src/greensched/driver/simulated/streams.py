@@ -74,7 +74,7 @@ class Streams(Component):
         return address_of(self.machine.expect(stream, SimulatedStream, "stream_address").ident)
 
     def foreign_stream(self, address: int) -> StreamHandle:
-        """Return the stream of a number. Default streams never have work."""
+        """Return the stream that has this number. Default streams never have work."""
         machine = self.machine
         if address in (1, 2):
             if not machine.thread.stack:

@@ -96,7 +96,7 @@ class VirtualClock:
         self._running: Participant | None = None
         #: Whether a thread is choosing the next participant.
         self._deciding = False
-        #: How often a loop polled files and sockets.
+        #: How many times a loop polled files and sockets.
         self._listened = 0
         self._mine = threading.local()
 
