@@ -30,12 +30,12 @@ def as_int(value: object) -> int:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 0; a bool is not."""
+    """Say whether a value is a whole number of at least 0; a bool is not."""
     return type(value) is int and value >= 0
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number other than nan."""
+    """Say whether a value is a number other than nan."""
     return not math.isnan(as_float(value))
 
 

@@ -82,7 +82,7 @@ class DeviceAllocator(_Allocator):
     # -- allocating --------------------------------------------------------------------------------
 
     def would_grow(self, nbytes: int) -> bool:
-        """Whether an allocation may block because the pool must grow."""
+        """Say whether an allocation may block because the pool must grow."""
         self.reap()
         return self._used + _rounded(nbytes) > self._reserved
 
@@ -159,7 +159,7 @@ class DeviceAllocator(_Allocator):
     # -- other devices ---------------------------------------------------------------------------
 
     def peer_enabled(self, device_id: int) -> bool | None:
-        """Whether another device can access this memory; None: unknown yet. Never blocks."""
+        """Say whether another device can access this memory; None: unknown yet. Never blocks."""
         return self._peers.get(device_id)
 
     def enable_peer(self, device_id: int) -> bool:

@@ -192,7 +192,7 @@ def _problem(watch: OpenScope) -> HeldAcrossAwait:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Whether a coroutine has returned, such as a helper that opens a block for its caller."""
+    """Say whether a coroutine has returned, such as a helper that opens a block for its caller."""
     code = frame.f_code
     is_coroutine = bool(code.co_flags & _COROUTINE)
     return is_coroutine and opname[code.co_code[frame.f_lasti]].startswith("RETURN")

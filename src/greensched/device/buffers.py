@@ -318,7 +318,7 @@ class Buffer(BaseBuffer):
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """(2, the device ordinal), where 2 is kDLCUDA."""
+        """Return (2, the device ordinal), where 2 is kDLCUDA."""
         return dlpack.CUDA, self.device_id
 
     def __dlpack__(
@@ -379,12 +379,12 @@ class Buffer(BaseBuffer):
 
 
 def _only(uses: dict[TicketedStream, int], stream: TicketedStream) -> bool:
-    """Whether no other stream is in `uses`."""
+    """Say whether no other stream is in `uses`."""
     return not uses or (len(uses) == 1 and stream in uses)
 
 
 def _runs_beside(use: Use, stream: TicketedStream) -> bool:
-    """Whether a use may run at the same time as work on a stream.
+    """Say whether a use may run at the same time as work on a stream.
 
     This is so for a call of the same partition that has not returned.
     """

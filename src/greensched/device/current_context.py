@@ -316,7 +316,7 @@ def forget_replaced(context: Enterable) -> None:
 
 
 def is_unscoped(context: Enterable) -> bool:
-    """Whether this thread made it current without a block, and has not replaced it."""
+    """Say whether this thread made it current without a block, and has not replaced it."""
     return any(_is(index, context) for index in range(len(here.unscoped)))
 
 
@@ -345,7 +345,7 @@ def _remove(index: int) -> None:
 
 
 def _is_counted(context: Enterable, pushed: bool) -> bool:
-    """Whether the thread counts as inside; not if other code may replace what it set."""
+    """Say whether the thread counts as inside; not if other code may replace what it set."""
     return pushed or context.ownership is not None
 
 

@@ -86,7 +86,7 @@ class ForeignArray:
             raise WrongDevice("this array", self.device_id, device_id)
 
     def holds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether its elements have this dtype, or are bytes that can be read as such."""
+        """Say whether its elements have this dtype, or are bytes that can be read as such."""
         return self.dtype == dtype or (not self.is_typed and self.nbytes % dtype.itemsize == 0)
 
     def dependencies(self, stream: TicketedStream, *, write: bool) -> Sequence[Use]:  # noqa: ARG002  the signature of Buffer's method
@@ -139,7 +139,7 @@ DeviceOperand = Buffer | ForeignArray
 
 
 def is_on_device(value: object) -> bool:
-    """Whether a value is an array in device memory, according to its own protocols."""
+    """Say whether a value is an array in device memory, according to its own protocols."""
     if isinstance(value, np.ndarray):
         return False
     device_of = getattr(value, "__dlpack_device__", None)
@@ -224,7 +224,7 @@ def _producer(interface: dict[str, Any]) -> int | None:
 
 
 def _is_contiguous(view: dlpack.View) -> bool:
-    """Whether it is in C order. The stride of a dimension of size one does not matter."""
+    """Say whether it is in C order. The stride of a dimension of size one does not matter."""
     if view.strides is None or 0 in view.shape:
         return True
     wanted = view.dtype.itemsize

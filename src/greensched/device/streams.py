@@ -315,7 +315,7 @@ def _open(child: C, kind: str) -> C:
 
 
 def _apart(stream: Stream, event: Event) -> bool:
-    """Whether one belongs to an own context (`Context.create`), which has its own address space."""
+    """Say whether one belongs to an own context (`Context.create`), with its own address space."""
     return "own" in (stream.context.kind, event.context.kind)
 
 

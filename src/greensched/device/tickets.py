@@ -148,7 +148,7 @@ class TicketedStream:
             self.wake_submit_waiters()
 
     def reached(self, ticket: int) -> bool:
-        """Whether the work of a ticket, and everything before it, is done.
+        """Say whether the work of a ticket, and everything before it, is done.
 
         False until `submitted` covers it, which another thread sets after writing the ticket, so
         that after awaiting everything a caller finds everything submitted.
@@ -163,11 +163,11 @@ class TicketedStream:
         return True
 
     def hangs(self, ticket: int) -> bool:
-        """Whether a ticket was given up and is still not reached."""
+        """Say whether a ticket was given up and is still not reached."""
         return ticket <= self.given_up and not self.reached(ticket)
 
     def has_submitted(self, ticket: int) -> bool:
-        """Whether the work of a ticket is on the stream, so that an event can record it.
+        """Say whether the work of a ticket is on the stream, so that an event can record it.
 
         For a ticket not issued yet (a bound launch's next one): whether all earlier work is.
         """
@@ -312,7 +312,7 @@ class EventTicketedStream(TicketedStream):
             super().mark_here(ticket)
 
     def reached(self, ticket: int) -> bool:
-        """Whether the work of a ticket is done; queries the driver if that is unknown."""
+        """Say whether the work of a ticket is done; queries the driver if that is unknown."""
         if not (super().reached(ticket) or self.health.is_over):
             with suppress(Exception):  # the poller's check reports the driver's error
                 self._look()

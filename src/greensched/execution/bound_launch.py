@@ -335,7 +335,7 @@ class BoundLaunch:
             self._slow_reasons.add(Reason.USED_ELSEWHERE)
 
     def _must_defer(self) -> bool:
-        """Whether the submit thread must launch it."""
+        """Say whether the submit thread must launch it."""
         reasons, stream = self._slow_reasons, self.track
         blocked = Reason.USED_ELSEWHERE in reasons or Reason.NOT_LOADED in reasons
         return bool(blocked or stream.submitted != stream.issued or stream.first_uses)

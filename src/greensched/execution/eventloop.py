@@ -52,7 +52,7 @@ class LoopAdapter(ABC):
         self._ident = get_ident()
 
     def is_current(self) -> bool:
-        """Whether this is the running loop's adapter, if that is known without cost."""
+        """Say whether this is the running loop's adapter, if that is known without cost."""
         return False
 
     @property
@@ -70,7 +70,7 @@ class LoopAdapter(ABC):
 
     @abstractmethod
     def is_waiting(self, waiter: Any) -> bool:
-        """Whether a waiter is neither woken nor cancelled. On the loop's thread."""
+        """Say whether a waiter is neither woken nor cancelled. On the loop's thread."""
 
     @abstractmethod
     def wake(self, waiter: Any) -> bool:

@@ -67,7 +67,7 @@ class Job(Uncopyable, Generic[T]):
         self.name = name
 
     def done(self) -> bool:
-        """Whether it has succeeded, failed or been given up. Does not wait."""
+        """Say whether it has succeeded, failed or been given up. Does not wait."""
         stream, ticket = self._stream, self._ticket  # a known ticket needs no call
         return (
             ticket <= stream.last_reached

@@ -293,7 +293,7 @@ class Lease:
                 raise InvalidRequest("the partition's stream is capturing: end the capture first")
 
     def has_room(self, stream: TicketedStream) -> bool:
-        """Whether one more job may be in flight on a stream."""
+        """Say whether one more job may be in flight on a stream."""
         depth = self.executor.depth
         return (stream.issued - stream.word[0]) & MASK < depth or stream.is_idle
 
@@ -480,7 +480,7 @@ class Lease:
     # -- bound launches, which have no tickets -----------------------------------------------------
 
     def may_launch_bound(self) -> bool:
-        """Whether one more bound launch may be in flight. Renews the budget if so."""
+        """Say whether one more bound launch may be in flight. Renews the budget if so."""
         if self.launch_budget == 0 and not self._budget_used:
             self.ticket_bound_launches()
             self._batches.append(self.executor.launch_stream.issued)
@@ -553,7 +553,7 @@ class Lease:
                 return
 
     def has_no_work(self) -> bool:
-        """Whether `wait_idle` has nothing to wait for, the usual case at a checkpoint."""
+        """Say whether `wait_idle` has nothing to wait for, the usual case at a checkpoint."""
         executor = self.executor
         launches, copies = executor.launch_stream, executor.copy_stream
         return (
@@ -565,14 +565,14 @@ class Lease:
         )
 
     def _may_have_foreign_work(self) -> bool:
-        """Whether libraries may have work without a ticket on the green context.
+        """Say whether libraries may have work without a ticket on the green context.
 
         Calls that waited for all their work leave none.
         """
         return self.foreign_work or (self.has_called and not self.executor.calls.left_nothing())
 
     def _has(self, executor: Executor) -> bool:
-        """Whether the lease is open and still uses this executor."""
+        """Say whether the lease is open and still uses this executor."""
         return self.executor is executor and self.state is LeaseState.OPEN
 
     def _ticket_whole_context(self) -> Job[None]:

@@ -50,7 +50,7 @@ class ExecutorLocals:
         return bool(self._values or self._adopted)
 
     def has(self, factory: Callable[[], Any]) -> bool:
-        """Whether a factory has made its value. From any thread."""
+        """Say whether a factory has made its value. From any thread."""
         return factory in self._values
 
     def get(self, factory: Callable[[], T]) -> T:

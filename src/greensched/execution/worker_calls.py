@@ -206,7 +206,7 @@ class WorkerCalls:
             logger.debug("the green context's work cannot be recorded: %s", error)
 
     def left_nothing(self) -> bool:
-        """Whether all calls have returned, and all work of the green context was then done."""
+        """Say whether all calls have returned, and all work of the green context was then done."""
         stream = self._call_stream
         # In this order, because the worker sets the result of the last call before its ticket.
         if not (stream.is_idle and self._is_recorded):

@@ -284,5 +284,5 @@ def refuse(request: Request, error: Exception) -> None:
 
 
 def is_orphaned(request: Request) -> bool:
-    """Whether the loop of the task that waited for a request is closed."""
+    """Say whether the loop of the task that waited for a request is closed."""
     return isinstance(request.owner, GrantWaiter) and request.owner.loop.is_closed

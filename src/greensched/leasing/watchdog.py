@@ -78,7 +78,7 @@ def checked_exit_policy(policy: object) -> ExitPolicy:
 
 
 def has_limits(hang_after: float | None, services: Iterable[ServiceClass]) -> bool:
-    """Whether a pool or one of its classes has a limit."""
+    """Say whether a pool or one of its classes has a limit."""
     return hang_after is not None or any(
         service_class.hang_after is not None for service_class in services
     )

@@ -400,7 +400,7 @@ class Scheduler:
         return True
 
     def _may_reuse(self, grant: Grant) -> bool:
-        """Whether a grant may be suspended, until its rules change or it reaches a checkpoint."""
+        """Say whether a grant may be suspended. True holds until a checkpoint or new rules."""
         allocator, state = self.allocator, grant.class_state
         if grant.loans or allocator.may_share or state.quota is not None:
             return False
