@@ -227,7 +227,7 @@ def test_a_new_function_each_time_is_told(backend: Backend) -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
             for number in range(local_storage.MAX_VALUES):
                 assert await p.local(partial(int, number)) == number
-            with pytest.raises(greensched.InvalidRequest, match="the same one each time"):
+            with pytest.raises(greensched.InvalidRequest, match="the same function each time"):
                 await p.local(partial(int, -1))
 
     backend.run(main)

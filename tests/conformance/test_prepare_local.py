@@ -110,7 +110,7 @@ def test_preparing_says_what_keeps_it_from_going_on(backend: Backend) -> None:
         async with backend.pool(services=CLASSES) as pool:
             with pytest.raises(greensched.InvalidRequest, match="'any' names no sizes"):
                 pool.executors("any")
-            with pytest.raises(greensched.InvalidRequest, match="no such class"):
+            with pytest.raises(greensched.InvalidRequest, match="no longer has this class"):
                 await pool.prepare_local("other", fail)
             with pytest.raises(greensched.InvalidRequest, match="function"):
                 await pool.prepare_local("decode", 5)  # type: ignore[arg-type]
