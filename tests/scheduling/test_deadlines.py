@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from greensched.errors import DeadlineExceeded, DeadlineImpossible, QueueFull
 from greensched.scheduling.cells import DeviceCells, parse_sizes
-from greensched.scheduling.deadline_ledger import BUCKET, DeadlineLedger, Packing
+from greensched.scheduling.deadline_ledger import BUCKET, BUCKETS, DeadlineLedger, Packing
 from greensched.scheduling.policy import Deadline, Fair, Fifo, Policy
 from greensched.scheduling.requests import GrantState, Request
 from greensched.scheduling.scheduler import Scheduler
@@ -298,6 +298,15 @@ def test_who_was_admitted_is_not_made_late() -> None:
     assert ask(scheduler, 0.0, ALL, duration=0.05, deadline=0.16).state is GrantState.QUEUED
 
 
+def test_an_elastic_lease_of_equal_priority_counts_to_its_end() -> None:
+    """It need not give way to its equals, so its work may make admitted requests late."""
+    scheduler = make(policy=Deadline())
+    ask(scheduler, 0.0, (8, 32), duration=0.1)
+    ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.22)
+    with pytest.raises(DeadlineImpossible):
+        ask(scheduler, 0.0, ALL, duration=0.05, deadline=0.16)
+
+
 def test_a_request_goes_behind_others_when_it_becomes_late() -> None:
     """`next_deadline` says when: what was kept from the others until then is granted."""
     scheduler = make(ServiceClass("a", latency=0.05), policy=Deadline())
@@ -309,6 +318,27 @@ def test_a_request_goes_behind_others_when_it_becomes_late() -> None:
     assert scheduler.tick(0.05) == ([other], [])
     assert late.state is GrantState.QUEUED
     assert scheduler.next_deadline() is None
+
+
+def test_work_of_a_request_that_became_late_delays_no_other() -> None:
+    """A request that went behind others because it is late does not count before the next ones."""
+    scheduler = make(ServiceClass("a", latency=0.1), policy=Deadline())
+    ask(scheduler, 0.0, ALL)
+    ask(scheduler, 0.0, ALL, "a", duration=0.05)
+    assert scheduler.tick(0.5) == ([], [])
+    assert ask(scheduler, 0.5, ALL, "a", duration=0.08).state is GrantState.QUEUED
+
+
+def test_work_that_is_due_later_delays_no_other_after_a_quiet_time() -> None:
+    """A queue that was empty for longer than its ledger is still knows what is due first."""
+    classes = ServiceClass("slow", latency=0.9), ServiceClass("quick", latency=0.1)
+    scheduler = make(*classes, policy=Deadline())
+    (lease,) = ask(scheduler, 0.0, ALL, "slow").grants
+    scheduler.drained(0.05, lease)
+    now = 2 * BUCKETS * BUCKET
+    ask(scheduler, now, ALL)
+    ask(scheduler, now, ALL, "slow")
+    assert ask(scheduler, now, ALL, "quick", duration=0.08).state is GrantState.QUEUED
 
 
 def test_who_is_late_can_be_let_in_behind_others() -> None:

@@ -142,3 +142,18 @@ def test_a_request_names_sizes_of_its_class() -> None:
     for wrong in (30, (24, 60), ALL):
         with pytest.raises(InvalidRequest, match=r"sizes \(24, 48, 64\)"):
             parser.parse(wrong, {"service": "decode"})
+
+
+def test_a_checkpoint_takes_up_home_cells_that_have_an_executor() -> None:
+    """An elastic lease gets the largest home cells that are made, and others once they are."""
+    made: set[int] = set()
+    scheduler = Scheduler([H100], Fifo(), 100, lambda _, mask: mask in made, services=(DECODE,))
+    smallest, _, middle, largest = scheduler.home_masks(0, "decode")
+    made.add(smallest)
+    decode = grant(scheduler, "decode", (24, 64))
+    found = []
+    for mask in (smallest, middle, largest):
+        made.add(mask)
+        scheduler.checkpoint(1.0, decode)
+        found.append(decode.mask)
+    assert found == [smallest, middle, largest]

@@ -158,3 +158,36 @@ def test_requests_by_deadline_leave_the_agenda() -> None:
     assert scheduler.queue._work == {}
     ledger.advance(0.6)
     assert max(map(abs, ledger.due_by(5.0))) < 1e-9
+
+
+def test_a_request_that_leaves_ends_no_reservation_of_another() -> None:
+    """The device that is kept for the first request stays kept when a later one is cancelled."""
+    scheduler = Scheduler([DeviceCells(size=8, count=4)], Fifo(), 100)
+    scheduler.request(0.0, parse_sizes((16,)))
+    scheduler.request(0.0, parse_sizes((ALL,)))
+    later = scheduler.request(1000.0, parse_sizes((24,)))
+    kept = scheduler.queue.reservation
+    assert kept is not None
+    assert scheduler.cancel(1000.0, later) == []
+    assert scheduler.queue.reservation is kept
+
+
+@pytest.mark.parametrize("policy", [Fifo(), Deadline()])
+def test_a_closed_queue_counts_nothing_of_what_waited(policy: Fifo | Deadline) -> None:
+    """Requests of a closed queue do not expire, cancel twice, or delay later requests."""
+    classes = (ServiceClass("quick", latency=0.1),)
+    scheduler = Scheduler([DeviceCells(size=8, count=4)], policy, 100, services=classes)
+    scheduler.request(0.0, parse_sizes((ALL,)))
+    options: dict[str, Any] = {"service": "quick", "duration": 0.06}
+    waits = scheduler.request(0.0, parse_sizes((ALL,)), deadline=0.08, **options)
+    left = scheduler.close()
+    assert scheduler.queued() == []
+    assert scheduler.services(0.0)["quick"].waiting == 0
+    assert scheduler.next_deadline() is None
+    assert scheduler.tick(0.08) == ([], [])
+    assert scheduler.cancel(0.0, waits) == []
+    assert list(left) == []
+    found = scheduler.statistics()
+    assert (found.waiting, found.cancelled, found.expired) == (0, 1, 0)
+    again = scheduler.request(0.0, parse_sizes((ALL,)), **options)
+    assert again.state is GrantState.QUEUED

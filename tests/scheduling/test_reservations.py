@@ -101,6 +101,15 @@ def test_only_who_can_be_back_in_time_borrows() -> None:
     assert ask(unknown, 0.0, 8, "batch").state is GrantState.QUEUED, "nothing is known of it"
 
 
+def test_a_loan_may_last_as_long_as_its_owner_waits() -> None:
+    """A request that must borrow for exactly that long waits for other leases to end."""
+    scheduler = make(OWNER, BATCH, PLAIN)
+    ask(scheduler, 0.0, 8, "plain")
+    assert ask(scheduler, 0.0, 64, "batch", duration=0.010).state is GrantState.QUEUED
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.0, 64, "batch", duration=0.020)
+
+
 def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
     """Where the owner may not wait so long nothing is lent, whatever the first part takes."""
     scheduler = make(OWNER, BATCH, PLAIN)
@@ -361,3 +370,54 @@ def test_one_free_cell_is_lent_once_its_owner_stops_waiting() -> None:
     borrower = ask(scheduler, 0.0, 8, "batch", duration=0.5)
     assert whole.state is borrower.state is GrantState.QUEUED
     assert scheduler.cancel(0.0, whole) == [borrower]
+
+
+def test_several_parts_may_reach_the_cap_and_not_more() -> None:
+    """Parts that have as many SMs as their class may hold wait for its leases; more are refused."""
+    scheduler = make(ServiceClass("small", cap=16), PLAIN)
+    ask(scheduler, 0.0, 8, "small")
+    both = scheduler.request(0.0, parse_sizes((8, 8)), service="small")
+    assert both.state is GrantState.QUEUED
+    with pytest.raises(TooManySMs):
+        scheduler.request(0.0, parse_sizes((8, 16)), service="small")
+
+
+def test_several_parts_that_never_fit_are_refused() -> None:
+    """A request whose first part alone fits beside a reserve is refused, and does not wait."""
+    scheduler = make(OWNER, PLAIN)
+    with pytest.raises(TooManySMs) as caught:
+        scheduler.request(0.0, parse_sizes((32, 8)), service="plain")
+    assert caught.value.most == 32
+
+
+def test_a_class_that_can_hold_nothing_is_told_so() -> None:
+    """If the reserves of others leave no cell, the error says that at most 0 SMs are possible."""
+    scheduler = make(ServiceClass("owner", reserve=64), PLAIN)
+    with pytest.raises(TooManySMs) as caught:
+        ask(scheduler, 0.0, 8, "plain")
+    assert caught.value.most == 0
+
+
+def test_a_cap_holds_in_the_remainder() -> None:
+    """A remainder with more SMs than the cap is not granted, although it has the requested SMs."""
+    device = DeviceCells(size=8, count=8, remainder=12)
+    scheduler = make(ServiceClass("small", cap=10), devices=(device,))
+    with pytest.raises(TooManySMs):
+        ask(scheduler, 0.0, 9, "small")
+
+
+def test_an_elastic_lease_of_a_capped_class_gets_the_remainder() -> None:
+    """An elastic lease takes up a remainder that joins its cells, up to the cap of its class."""
+    device = DeviceCells(size=8, count=8, remainder=4, joins=True)
+    scheduler = make(ServiceClass("small", cap=12), devices=(device,))
+    assert ask(scheduler, 0.0, (8, 64), "small").grants[0].sms == 12
+
+
+def test_others_stay_outside_a_reserve_that_they_may_borrow() -> None:
+    """A borrower gets the free cells outside all reserves first, although others have executors."""
+    scheduler = make(OWNER, BATCH)
+    block = scheduler.allocator.reservations[0].all_blocks
+    scheduler.ready_masks[0][2] = {0b11 << (block.bit_length() - 2): None}
+    (grant,) = ask(scheduler, 0.0, 16, "batch").grants
+    assert not grant.mask & block
+    assert not grant.loans

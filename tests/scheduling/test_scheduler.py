@@ -468,10 +468,10 @@ def test_retry_after_learns_from_leases_that_ended() -> None:
     now = 0.0
     for _ in range(100):
         holder = ask(scheduler, now, ALL)
-        waiting = ask(scheduler, now, ALL)
-        give_back(scheduler, now + 0.25, holder)
-        give_back(scheduler, now + 0.25, waiting)
-        now += 3600.0
+        waiting = ask(scheduler, now + 3600.0, ALL)
+        give_back(scheduler, now + 3600.25, holder)
+        give_back(scheduler, now + 3600.25, waiting)
+        now += 7200.0
     ask(scheduler, now, ALL)
     ask(scheduler, now, ALL)
     assert retry_after(scheduler, now) == pytest.approx(0.25, rel=0.01)
@@ -481,6 +481,18 @@ def retry_after(scheduler: Scheduler, now: float, **options: object) -> float:
     with pytest.raises(QueueFull) as caught:
         ask(scheduler, now, ALL, **options)
     return caught.value.retry_after
+
+
+def test_the_first_begins_once_enough_leases_have_ended() -> None:
+    """A request overtakes the first only if it ends before the lease that the first waits for."""
+    scheduler = make(DeviceCells(size=8, count=8))
+    ask(scheduler, 0.0, 32, duration=1.0)
+    ask(scheduler, 0.0, 24, duration=5.0)
+    ask(scheduler, 0.0, 32)
+    now = 0.5
+    assert scheduler.tick(now) == ([], [])
+    assert ask(scheduler, now, 8, duration=2.0).state is GrantState.QUEUED
+    assert ask(scheduler, now, 8, duration=0.4).state is GrantState.GRANTED
 
 
 @pytest.mark.parametrize("joins", [False, True])

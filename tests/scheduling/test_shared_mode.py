@@ -45,6 +45,13 @@ def split(scheduler: Scheduler, now: float) -> list[Request]:
     return scheduler.observe(now, "quick", 0.011, ENOUGH)
 
 
+def test_shared_grants_are_spread_over_the_devices() -> None:
+    """A shared lease goes to the device with the fewest shared leases."""
+    scheduler = Scheduler((DEVICE, DEVICE), Fifo(), 1000, services=(QUICK, BULK))
+    found = [ask(scheduler, 0.0, ALL, "bulk").grants[0].device for _ in range(4)]
+    assert found == [0, 1, 0, 1]
+
+
 def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     """Whatever size they ask for, and one lane each."""
     scheduler = make()

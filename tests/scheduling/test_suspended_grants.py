@@ -163,3 +163,28 @@ def test_what_a_decision_would_look_at_is_not_suspended(
     (lease,) = case(scheduler).grants
     assert not scheduler.suspend(0.001, lease)
     assert scheduler.drained(0.001, lease) == []
+
+
+def test_a_device_counts_its_suspended_cells_as_free() -> None:
+    """A request goes to the device that has the most free SMs once all grants are reclaimed."""
+    devices = [DeviceCells(size=8, count=8)] * 2
+    scheduler = Scheduler(devices, Fair(), 100)
+    kept = scheduler.request(0.0, parse_sizes((48,)))
+    (grant,) = kept.grants
+    other = scheduler.request(0.0, parse_sizes((24,)))
+    assert (grant.device, other.grants[0].device) == (0, 1)
+    assert scheduler.suspend(1.0, grant)
+    beside = scheduler.request(2.0, parse_sizes((16,)))
+    assert beside.grants[0].device == 0
+    assert not grant.over
+
+
+def test_a_request_of_another_size_leaves_suspended_grants_alone() -> None:
+    """On one device, a request that fits beside a suspended grant does not end it."""
+    scheduler = Scheduler([DeviceCells(size=8, count=8)], Fair(), 100)
+    (grant,) = scheduler.request(0.0, parse_sizes((48,))).grants
+    assert scheduler.suspend(1.0, grant)
+    assert scheduler.request(2.0, parse_sizes((16,))).state is GrantState.GRANTED
+    assert not grant.over
+    assert scheduler.request(3.0, parse_sizes((32,))).state is GrantState.GRANTED
+    assert grant.over

@@ -125,7 +125,7 @@ class SMAllocator:
             for grant in suspended:
                 free[grant.device] += grant.sms
             if near is not None and near in devices:
-                free[near] = self.total + 1 if self.placement == "spread" else -1
+                free[near] = self.total if self.placement == "spread" else -1
         return sorted(devices, key=free.__getitem__, reverse=self.placement == "spread")
 
     def most_free(self) -> int:
@@ -220,10 +220,9 @@ class SMAllocator:
         cells, free = self.devices[device], self.free_masks[device]
         visible = self.visible(state, device, most)
         mask = self._fit(state, device, visible, size, free, most)
-        if left < cells.total and cells.sm_count(mask) > left:
+        if cells.sm_count(mask) > left:  # only the remainder has more SMs than `most` cells
             among = cells.cell_mask
             mask = self._fit(state, device, visible & among, size, free & among, most)
-            return (mask,) if mask and cells.sm_count(mask) <= left else ()
         return (mask,) if mask else ()
 
     def _fit(
@@ -303,10 +302,9 @@ class SMAllocator:
         is_single = len(request.parts) == 1 and not without
         if is_single and 0 < part.least <= cells.cell_count(reachable) * cells.size:
             return True
-        masks = cells.fit_all(reachable, request.parts)
         # Elastic parts take what is free, so only their minimum sizes must be possible.
         least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
-        masks = masks and cells.fit_all(reachable, least)
+        masks = cells.fit_all(reachable, least)
         return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
 
     def find_idle(self, request: Request, device: int, without: int) -> tuple[int, ...]:
@@ -507,9 +505,9 @@ class SMAllocator:
         if not grant.is_shared:
             masks.insert(1 if prefer in masks[:1] else 0, grant.mask)
 
-        def value(mask: int) -> tuple[bool, int]:
+        def value(mask: int) -> int:
             sms = cells.sm_count(mask)
-            return (True, sms) if sms <= most else (False, -sms)
+            return sms if sms <= most else -sms
 
         best = max(masks, key=value, default=0)
         missing = [mask for mask in ideals if not best or value(mask) > value(best)]
