@@ -413,11 +413,23 @@ def test_an_elastic_lease_of_a_capped_class_gets_the_remainder() -> None:
     assert ask(scheduler, 0.0, (8, 64), "small").grants[0].sms == 12
 
 
-def test_others_stay_outside_a_reserve_that_they_may_borrow() -> None:
+@pytest.mark.parametrize("sms", [16, 32])
+def test_others_stay_outside_a_reserve_that_they_may_borrow(sms: int) -> None:
     """A borrower gets the free cells outside all reserves first, although others have executors."""
     scheduler = make(OWNER, BATCH)
     block = scheduler.allocator.reservations[0].all_blocks
-    scheduler.ready_masks[0][2] = {0b11 << (block.bit_length() - 2): None}
-    (grant,) = ask(scheduler, 0.0, 16, "batch").grants
+    cells = sms // DEVICE.size
+    scheduler.ready_masks[0][cells] = {((1 << cells) - 1) << (block.bit_length() - cells): None}
+    (grant,) = ask(scheduler, 0.0, sms, "batch").grants
     assert not grant.mask & block
     assert not grant.loans
+
+
+def test_an_elastic_request_begins_once_its_least_fits() -> None:
+    """Until then others may overtake it; cells that are kept for a reserve are not needed."""
+    scheduler = make(ServiceClass("owner", reserve=32, max_wait_for_reserve=0), PLAIN)
+    ask(scheduler, 0.0, 16, "plain", duration=1.0)
+    ask(scheduler, 0.0, 8, "plain", duration=5.0)
+    assert ask(scheduler, 0.0, (16, 64), "plain").state is GrantState.QUEUED
+    assert ask(scheduler, 0.5, 8, "plain", duration=2.0).state is GrantState.QUEUED
+    assert ask(scheduler, 0.5, 8, "plain", duration=0.4).state is GrantState.GRANTED

@@ -709,3 +709,41 @@ def test_no_device_is_kept_for_a_request_whose_executor_is_made() -> None:
     assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED
     assert scheduler.missing_executors
     assert ask(scheduler, 1.0, 16).state is GrantState.GRANTED
+
+
+def test_waits_before_leases_are_timed_do_not_count() -> None:
+    """`wait` has the requests that are granted from `time_leases` on."""
+    scheduler = make()
+    holder, waiting = ask(scheduler, 0.0, ALL), ask(scheduler, 0.0, ALL)
+    assert give_back(scheduler, 1.0, holder) == [waiting]
+    scheduler.time_leases(1.0)
+    waits = scheduler.services(1.0)[""].wait
+    assert waits is not None
+    assert (waits.count, waits.seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize("services", [(), (ServiceClass("a"),)])
+@pytest.mark.parametrize("sms", [8, (8, 16)])
+def test_sm_seconds_are_those_of_open_and_of_ended_leases(
+    services: tuple[ServiceClass, ...], sms: Size
+) -> None:
+    """A timed scheduler counts each lease once, with its checkpoints, with and without classes."""
+    scheduler = Scheduler((DeviceCells(size=8, count=1),), Fifo(), 100, services=services)
+    scheduler.time_leases(0.0)
+    request = ask(scheduler, 0.0, sms)
+    scheduler.checkpoint(1.0, request.grants[0])
+    assert scheduler.services(3.0)[""].sm_seconds == 3 * 8
+    give_back(scheduler, 4.0, request)
+    assert scheduler.services(5.0)[""].sm_seconds == 4 * 8
+
+
+def test_reading_statistics_counts_no_lease_again() -> None:
+    """Short leases on a suspended grant count once, however often they are read."""
+    scheduler = make()
+    scheduler.time_leases(0.0)
+    (grant,) = ask(scheduler, 0.0, 8).grants
+    assert scheduler.suspend(1e-6, grant)
+    found = [scheduler.services(1.0)[""].use for _ in range(3)]
+    scheduler.reclaim(1.0)
+    found.append(scheduler.services(1.0)[""].use)
+    assert [use and (use.count, use.seconds) for use in found] == [(1, 1e-6)] * 4

@@ -500,10 +500,10 @@ class SMAllocator:
             ready = chain.from_iterable((homes or self.ready_masks[device]).values())
             allowed = [mask for mask in ready if choices.allow(cells, mask, least)]
             masks += [mask for mask in allowed if not homes or self.is_made(device, mask)]
+        if not grant.is_shared:
+            masks.insert(0, grant.mask)
         if choices.allow(cells, prefer, least):
             masks.insert(0, prefer)
-        if not grant.is_shared:
-            masks.insert(1 if prefer in masks[:1] else 0, grant.mask)
 
         def value(mask: int) -> int:
             sms = cells.sm_count(mask)
