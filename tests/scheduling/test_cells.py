@@ -264,6 +264,19 @@ def test_the_remainder_goes_where_it_helps() -> None:
     )
     assert cells.fit_all(cells.full_mask, parse_sizes((8, 8, 8))) != ()
     assert cells.fit_all(cells.full_mask, parse_sizes((12, 12, 8))) == ()
+    assert cells.fit_all(cells.remainder_mask | 0b10, parse_sizes((12, 8))) == (
+        cells.remainder_mask,
+        0b10,
+    )
+    assert cells.fit_all(cells.cell_mask, parse_sizes((12, 8))) == (), "the remainder is not free"
+    joins = DeviceCells(size=8, count=5, remainder=12, joins=True)
+    assert joins.fit_all(joins.full_mask, parse_sizes((12, 40))) == (
+        joins.remainder_mask,
+        joins.cell_mask,
+    )
+    more = DeviceCells(size=8, count=3, remainder=12)
+    (stretched, *_) = more.fit_all(more.full_mask, parse_sizes(((12, 64), 8, 8)))
+    assert stretched == more.remainder_mask, "no cell joins it"
 
 
 def test_elastic_parts_share_what_is_left() -> None:
@@ -271,6 +284,8 @@ def test_elastic_parts_share_what_is_left() -> None:
     cells = DeviceCells(size=8, count=8)
     masks = cells.fit_all(cells.full_mask, parse_sizes(((8, 64), (16, 32), 16)))
     assert [mask.bit_count() for mask in masks] == [4, 2, 2]
+    masks = cells.fit_all(cells.full_mask, parse_sizes(((8, 32), 8)))
+    assert [mask.bit_count() for mask in masks] == [4, 1], "and to no more than their most"
 
 
 def test_rest_is_every_other_cell() -> None:
@@ -294,3 +309,24 @@ def test_each_shared_grant_has_a_mask_of_its_own() -> None:
     masks = {cells.shared_mask(number) for number in range(4)}
     assert len(masks - {cells.full_mask}) == 4
     assert {mask & cells.full_mask for mask in masks} == {cells.full_mask}
+
+
+def test_the_nearest_request_that_fits_has_fewer_parts_rather_than_empty_ones() -> None:
+    """A part that cannot have one cell is left out."""
+    cells = DeviceCells(size=8, count=2)
+    assert cells.nearest(cells.full_mask, parse_sizes((8, 8, 8))) == (8, 8)
+    assert cells.nearest(cells.full_mask, parse_sizes((16, 8))) == (8, 8)
+
+
+def test_only_the_whole_device_has_cells_and_a_remainder_that_does_not_join() -> None:
+    """With one SM less than all, the largest partition is made of cells."""
+    assert H100.largest(132) == 132
+    assert H100.largest(131) == 120
+    assert H100.largest(12) == 12
+
+
+def test_a_remainder_that_does_not_join_is_granted_alone() -> None:
+    """A size that only the remainder has left gets no cell with it."""
+    free = H100.remainder_mask | 0b1
+    assert H100.fit(free, SizeRange(12, 12)) == H100.remainder_mask
+    assert H100.fit_all(0, (SizeRange(8, 8),)) == ()

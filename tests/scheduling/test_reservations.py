@@ -433,3 +433,44 @@ def test_an_elastic_request_begins_once_its_least_fits() -> None:
     assert ask(scheduler, 0.0, (16, 64), "plain").state is GrantState.QUEUED
     assert ask(scheduler, 0.5, 8, "plain", duration=2.0).state is GrantState.QUEUED
     assert ask(scheduler, 0.5, 8, "plain", duration=0.4).state is GrantState.GRANTED
+
+
+def test_a_class_without_limits_gets_the_whole_device() -> None:
+    """Beside a class with a cap, all SMs are granted, with the remainder that joins no cells."""
+    device = DeviceCells(size=8, count=15, remainder=12)
+    scheduler = make(ServiceClass("small", cap=16), PLAIN, devices=(device,))
+    assert ask(scheduler, 0.0, 132, "plain").grants[0].mask == device.full_mask
+
+
+def test_a_class_without_limits_gets_the_remainder_alone() -> None:
+    """Beside a class with a cap, the remainder is granted once all cells are leased."""
+    device = DeviceCells(size=8, count=15, remainder=12)
+    scheduler = make(ServiceClass("small", cap=16), PLAIN, devices=(device,))
+    ask(scheduler, 0.0, 120, "plain")
+    assert ask(scheduler, 0.0, 12, "plain").grants[0].mask == device.remainder_mask
+
+
+def test_a_reserve_is_whole_after_an_elastic_lease_of_its_owner() -> None:
+    """An owner's lease that took up cells beside its reserve leaves the reserve as it was."""
+    scheduler = make(OWNER, PLAIN)
+    beside = ask(scheduler, 0.0, 32, "plain")
+    lease = ask(scheduler, 0.0, (8, 64), "owner").grants[0]
+    scheduler.drained(1.0, beside.grants[0])
+    scheduler.checkpoint(1.0, lease)
+    assert lease.sms == 64
+    scheduler.drained(2.0, lease)
+    assert ask(scheduler, 3.0, 32, "plain").state is GrantState.GRANTED
+    assert ask(scheduler, 3.0, 8, "plain").state is GrantState.QUEUED
+    assert ask(scheduler, 3.0, 32, "owner").state is GrantState.GRANTED
+
+
+def test_a_request_that_new_reserves_exclude_counts_as_cancelled() -> None:
+    """It is rejected once, and the scheduler and its class both count it."""
+    scheduler = make(PLAIN)
+    ask(scheduler, 0.0, 64, "plain")
+    ask(scheduler, 0.0, 64, "plain")
+    assert scheduler.reconfigure(0.0, [OWNER, PLAIN], None) == []
+    (rejected,) = scheduler.rejected
+    assert isinstance(rejected[1], TooManySMs)
+    assert scheduler.statistics().cancelled == 1
+    assert scheduler.services(0.0)["plain"].cancelled == 1

@@ -398,3 +398,27 @@ def test_a_policy_of_ones_own_sizes() -> None:
     scheduler = pool(policy=Halves())
     assert leased(scheduler, "bulk").sms == 64  # of 66, in whole cells
     assert leased(scheduler, "bulk").sms == 56
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_late_lease_counts_once_unless_latencies_are_reported(
+    is_observed: bool, in_pieces: bool
+) -> None:
+    """Leases and pieces set the margin of their class until `observe` reports its latencies."""
+    scheduler = Scheduler([CELLS], Sized(), 10, services=(DECODE,))
+    margin = scheduler.allocator.classes["decode"].margin
+    if is_observed:
+        scheduler.observe(0.0, "decode", 0.1, 1)
+    now, before = 0.0, margin.fraction
+    lease = leased(scheduler, "decode", Work(8.0))
+    found = []
+    for _ in range(9):
+        now += 2 * DECODE.latency
+        if in_pieces:
+            scheduler.checkpoint(now, lease, Work(8.0))
+        else:
+            scheduler.drained(now, lease)
+            lease = leased(scheduler, "decode", Work(8.0))
+        found.append(margin.fraction == before)
+    assert found == [True] * 8 + [is_observed]

@@ -311,7 +311,7 @@ class DeviceCells:
             step = cells - length if cells < 2 * length else length
             runs &= runs >> step
             length += step
-        if runs and cells:
+        if runs:
             starts = runs & self._starts[cells] or runs
             return (starts & -starts) * ((1 << cells) - 1)
         return lowest(free, cells)

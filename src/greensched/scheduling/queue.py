@@ -230,7 +230,7 @@ class RequestQueue:
 
     def late_at(self) -> float | None:
         """Return when a request becomes late, by a policy that puts it behind others then."""
-        if not self.puts_late_behind or not self.waiting:
+        if not self.puts_late_behind:
             return None
         return min([first.due for first in self.firsts() if first.due is not None], default=None)
 
