@@ -17,7 +17,7 @@ from greensched.kernels import fill
 from greensched.typing import CaptureMode
 from helpers.backend import Backend
 from helpers.gate import Gate
-from helpers.waiting import until
+from helpers.waiting import still_waits, until
 
 IS_VERSIONED = False
 
@@ -71,6 +71,30 @@ def test_a_stream_is_lent_when_everything_is_on_it(backend: Backend) -> None:
                             use()
                 await job
                 assert p.stream.__cuda_stream__() == p.__cuda_stream__()
+
+    backend.run(main)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["its stream", "a library's stream"])
+def test_sms_are_released_once_work_of_libraries_is_done(backend: Backend, is_own: bool) -> None:
+    """The end of a lease waits for work without a ticket on every stream of its green context."""
+
+    async def main() -> None:
+        async with backend.pool() as pool:
+            async with pool.partition(8) as p:
+                word = await p.empty_pinned(1, np.uint32)
+            with word:
+                with suppress(Left):
+                    async with pool.partition(8) as p:
+                        stream = p.stream if is_own else await p.run(p.context.create_stream)
+                        p.context.driver.wait_value(stream.handle, word.address, 1)
+                        raise Left
+                await still_waits(until(lambda: not pool.statistics().leases))
+                word.array[0] = 1
+                await until(lambda: not pool.statistics().leases)
+                if not is_own:
+                    async with pool.partition(8) as p:
+                        await p.run(stream.close)
 
     backend.run(main)
 
