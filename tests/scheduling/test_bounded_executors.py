@@ -124,6 +124,33 @@ def test_an_executor_over_cells_of_a_lease_that_may_never_end_does_not_count() -
         assert bool(second.grants) is is_long
 
 
+def test_a_waiting_request_gets_an_executor_once_a_lease_may_never_end() -> None:
+    """Nothing else need happen: time alone suffices, and `next_deadline` says when."""
+    bounded = Bounded([0b111, 0b11])
+    bounded.ask(24, now=1.0)
+    second = bounded.ask(16, now=2.0)
+    assert bounded.scheduler.next_deadline() == 31.0
+    assert bounded.scheduler.tick(30.9) == ([], [])
+    assert not bounded.make(30.9)
+    assert bounded.scheduler.tick(31.0) == ([], [])
+    assert bounded.make(31.0) == [second]
+    assert bounded.scheduler.next_deadline() is None
+
+
+def test_owners_that_wait_for_each_other_on_an_idle_device_get_an_executor() -> None:
+    """Each needs the other's reserve, which is not lent while the other waits."""
+    services = [
+        ServiceClass(name, reserve=8, max_wait_for_reserve=1.0, preemptible=True) for name in "ab"
+    ]
+    bounded = Bounded([0b1], services=services)
+    bounded.make()
+    (grant,) = bounded.ask(8, service="a").grants
+    first, second = (bounded.ask(SizeRange(0, 0, REST), service=n, duration=0.1) for n in "ab")
+    assert bounded.end(grant) == []
+    assert bounded.make() == [first]
+    assert bounded.end(first.grants[0]) == [second]
+
+
 def test_an_elastic_request_takes_another_size_and_has_none_made() -> None:
     """It would have 128 SMs of which 32 are leased; with room, an executor over 96 is made."""
     for room in (0, 9):

@@ -44,6 +44,9 @@ class Dispatcher:
         #: with an error each, since the pool last took them.
         self.rejected: list[tuple[Request, Exception]] = []
         self.granted = self.rejections = self.expired = 0
+        #: When the next lease becomes one that may never end, among those whose executors requests
+        #: wait for since the last dispatch.
+        self.long_at = math.inf
         self._held: dict[Hashable, list[Grant]] = {}
         #: Grants that were suspended. Their holders change too often to be kept in `_held`.
         self.reused: dict[Grant, None] = {}
@@ -114,11 +117,14 @@ class Dispatcher:
         return ()
 
     def _long_held(self, device: int, now: float) -> int:
-        """Return the cells of leases that may never end."""
+        """Return the cells of leases that may never end; note when the next one is among them."""
         held = 0
         for grant in self.allocator.grants[device]:
-            if now - grant.began >= LONG_LEASE_S:
+            long_at = grant.began + LONG_LEASE_S
+            if long_at <= now:
                 held |= grant.mask
+            else:
+                self.long_at = min(self.long_at, long_at)
         return held
 
     def _find(
@@ -252,6 +258,7 @@ class Dispatcher:
     def dispatch(self, now: float) -> list[Request]:
         """Grant everything that can be granted now, in the order of the policy."""
         granted: list[Request] = []
+        self.long_at = math.inf
         if not self.queue.waiting:
             return granted
         while (late := self.queue.expired(now)) is not None:  # expired since the last tick
@@ -357,11 +364,13 @@ class Dispatcher:
                 ordered.insert(0, queue.reservation.request)
             reservations.is_idle = True
             for request in ordered:
-                is_here = device in request.devices and not self._is_limited(request)
-                if is_here and self.grant(request, (device,), now):
+                if device not in request.devices or self._is_limited(request):
+                    continue
+                if self.grant(request, (device,), now):
                     self._take(request, granted)
                     self._again = True
                     break
+                self.note_missing(request)
             reservations.is_idle = False
 
     def _attempt(self, request: Request, most: int, now: float) -> bool:

@@ -38,6 +38,7 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from greensched.errors import InvalidRequest, QueueFull
@@ -464,6 +465,7 @@ class Scheduler:
         may_grant |= queue.waiting > 0 and self.is_idle
         late_at = queue.late_at()
         may_grant |= late_at is not None and late_at <= now
+        may_grant |= self.dispatcher.long_at <= now
         while len(expired) != most and (request := queue.expired(now)) is not None:
             self._expired += 1
             request.class_state.expired += 1
@@ -476,6 +478,8 @@ class Scheduler:
         candidates = self.queue.next_deadline(), self.queue.late_at()
         times = [at for at in candidates if at is not None]
         times += [state.refilled_at() for state in self._over_quota()]
+        if self.queue.waiting and self.dispatcher.long_at < math.inf:
+            times.append(self.dispatcher.long_at)
         return min(times, default=None)
 
     def reconfigure(
