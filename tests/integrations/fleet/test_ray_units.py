@@ -118,6 +118,27 @@ def test_what_cannot_be_raised_here_is_told(error: BaseException) -> None:
     assert type(error).__name__ in str(got)
 
 
+class Silent(Exception):
+    """An error that cannot be printed."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class Forged(Exception):
+    """An error that pickle makes a string of."""
+
+    def __reduce__(self) -> Any:
+        return str, ("forged",)
+
+
+@pytest.mark.parametrize("error", [Silent(), Forged()])
+def test_an_error_of_any_making_is_told(error: Exception) -> None:
+    """It reaches the caller as itself, or as JobFailed; its outcome is never lost."""
+    got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
+    assert type(got) in (Silent, greensched.JobFailed)
+
+
 def test_results_fail_alone() -> None:
     """A result that cannot be packed is its own job's failure."""
     generator = (n for n in ())  # not a lock: other libraries teach pickle those
@@ -449,6 +470,77 @@ def test_batches_are_handled_in_their_order() -> None:
         first = asyncio.ensure_future(caller.reply(batch(0, run_of(1, b"d"), d=code)))
         answers = await asyncio.wait_for(asyncio.gather(first, late), 10)
         assert sorted(o.number for reply in answers for o in reply.outcomes) == [1, 2]
+
+    with_a_caller(test)
+
+
+def test_an_early_batch_of_a_closed_client_is_not_handled() -> None:
+    """Nobody would end its jobs and sessions: not even if its turn came just before the end."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        opens = protocol.Message("open", 1, sms=8)
+        early = [asyncio.ensure_future(caller.reply(batch(n, opens))) for n in (1, 2)]
+        await turn()
+        first = asyncio.ensure_future(caller.reply(batch(0)))
+        await asyncio.sleep(0)  # the first is handled, and the next one's turn has come
+        caller.close()
+        assert await asyncio.wait_for(asyncio.gather(*early), 10) == [None, None]
+        assert not (await first).outcomes
+        assert not caller.is_busy
+        assert not actor.pool.statistics().leases
+
+    with_a_caller(test)
+
+
+async def ends_itself(p: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def ends_late(p: Any) -> int:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return 3
+
+
+def test_a_job_that_cancels_itself_has_an_outcome() -> None:
+    """Otherwise its caller would wait without end."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        code = protocol.cloudpickle.dumps(ends_itself)
+        reply = await asyncio.wait_for(caller.reply(batch(0, run_of(1, b"d"), d=code)), 10)
+        assert reply is not None
+        (outcome,) = reply.outcomes
+        with pytest.raises(greensched.JobFailed, match="CancelledError"):
+            raise protocol.unpack_error(outcome, "f/0")
+
+    with_a_caller(test)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_job_that_ends_behind_its_end_has_no_other_outcome(how: str) -> None:
+    """A job may catch its cancellation: its result is not sent."""
+
+    async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
+        code = protocol.cloudpickle.dumps(ends_late)
+        first = asyncio.ensure_future(caller.reply(batch(0, run_of(1, b"d"), d=code)))
+        await turn()
+        assert actor.pool.statistics().leases == 1
+        if how == "failed":
+            caller.fail(ZeroDivisionError())
+            reply = await asyncio.wait_for(first, 10)
+            assert reply is not None
+            assert [outcome.number for outcome in reply.outcomes] == [1]
+        else:
+            second = caller.reply(batch(1, protocol.Message("cancel", 1)))
+            replies = await asyncio.wait_for(asyncio.gather(first, second), 10)
+            assert [reply and reply.outcomes for reply in replies] == [[], []]
+        await asyncio.gather(*caller._tasks.values())
+        await turn()
+        assert not caller.is_busy
 
     with_a_caller(test)
 

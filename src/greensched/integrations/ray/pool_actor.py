@@ -128,7 +128,8 @@ class PoolActor:
         """
         key, batch = protocol.unpack_batch(sent)
         client = self._clients.get(key)
-        return None if client is None else protocol.pack_reply(await client.reply(batch))
+        reply = None if client is None else await client.reply(batch)
+        return None if reply is None else protocol.pack_reply(reply)
 
     async def goodbye(self, key: str) -> None:
         """Remove a client; its queued jobs are cancelled."""

@@ -283,13 +283,12 @@ async def success(number: int, value: object) -> Outcome:
 def failure(number: int, error: BaseException, *, has_begun: bool) -> Outcome:
     """Pack a job's error and traceback; an error that cannot be sent becomes a `JobFailed`."""
     where = "".join(traceback.format_exception(error))
-    sent: BaseException = JobFailed(f"the job raised {type(error).__name__}: {error}")
+    what = "".join(traceback.format_exception_only(error)).strip()  # though `str(error)` may fail
+    sent: BaseException = JobFailed(f"the job raised {what}")
     if isinstance(error, Exception):  # CancelledError and SystemExit must not act in the client
-        try:
-            pickle.loads(cloudpickle.dumps(error))
-            sent = error
-        except Exception:
-            pass
+        with suppress(Exception):
+            if isinstance(pickle.loads(cloudpickle.dumps(error)), Exception):
+                sent = error
     return Outcome(number, error=_dumps((sent, where)), has_begun=has_begun)
 
 

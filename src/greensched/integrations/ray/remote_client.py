@@ -54,16 +54,21 @@ class RemoteClient:
         #: The functions by digest, each with whether it is awaited.
         self._functions: dict[bytes, tuple[Callable[..., Any], bool]] = {}
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+        #: Those that were cancelled here: their outcomes are known, or wanted no longer.
+        self._cancelled: set[int] = set()
+        self._is_closed = False
         self._sessions: dict[int, _Session] = {}
 
     # -- batches -----------------------------------------------------------------------------------
 
-    async def reply(self, batch: MessageBatch) -> ReplyBatch:
-        """Handle a batch, and wait for news to reply with."""
+    async def reply(self, batch: MessageBatch) -> ReplyBatch | None:
+        """Handle a batch, and wait for news to reply with; None if the client was closed before."""
         self.last_batch = self._loop.time()
         if batch.number != self._next_batch:
             turn = self._early[batch.number] = self._loop.create_future()
             await turn
+            if self._is_closed:
+                return None
         self._code.update(batch.code)
         for message in batch.messages:
             self._handle(message)
@@ -108,16 +113,17 @@ class RemoteClient:
 
     def close(self) -> None:
         """Cancel all jobs: queued ones leave the queue; running kernels run to their end."""
-        for task in self._tasks.values():
-            task.cancel()
+        self._is_closed = True
+        for number in self._tasks:
+            self._cancel(number)
         for early in self._early.values():
-            early.cancel()
+            _wake(early)
         self.wake()
 
     def fail(self, error: BaseException) -> None:
         """Fail every job with this error, even jobs that cannot be stopped."""
-        for number, task in [*self._tasks.items()]:
-            task.cancel()
+        for number in [one for one in self._tasks if one not in self._cancelled]:
+            self._cancel(number)
             self._add_outcome(protocol.failure(number, error, has_begun=True))
 
     # -- messages ----------------------------------------------------------------------------------
@@ -133,7 +139,11 @@ class RemoteClient:
             case "close":
                 self._close(message)
             case "cancel" if message.number in self._tasks:
-                self._tasks[message.number].cancel()
+                self._cancel(message.number)
+
+    def _cancel(self, number: int) -> None:
+        self._cancelled.add(number)
+        self._tasks[number].cancel()
 
     def _start(self, message: Message, work: Coroutine[Any, Any, Outcome]) -> None:
         number = message.number
@@ -144,7 +154,9 @@ class RemoteClient:
         def ended(task: asyncio.Task[Outcome]) -> None:
             self._actor.job_ended(sms)  # the reply's snapshot no longer counts it
             del self._tasks[number]
-            if not task.cancelled() and task.exception() is None:
+            if number in self._cancelled:
+                self._cancelled.remove(number)
+            else:
                 self._add_outcome(task.result())
 
         task.add_done_callback(ended)
@@ -168,9 +180,7 @@ class RemoteClient:
                 value = await _perform(p, *job)
             return await protocol.success(message.number, value)
         except BaseException as error:
-            if _is_cancelled(error):
-                raise
-            return protocol.failure(message.number, error, has_begun=has_begun)
+            return self._failure(message.number, error, has_begun=has_begun)
 
     async def _run_in_session(self, message: Message) -> Outcome:
         has_begun = False
@@ -180,9 +190,12 @@ class RemoteClient:
             has_begun = True
             return await protocol.success(message.number, await _perform(p, *job))
         except BaseException as error:
-            if _is_cancelled(error):
-                raise
-            return protocol.failure(message.number, error, has_begun=has_begun)
+            return self._failure(message.number, error, has_begun=has_begun)
+
+    def _failure(self, number: int, error: BaseException, *, has_begun: bool) -> Outcome:
+        if number in self._cancelled:  # its outcome is not sent
+            return Outcome(number)
+        return protocol.failure(number, error, has_begun=has_begun)
 
     async def _unpack(self, message: Message) -> tuple[Callable[..., Any], bool, list[Any]]:
         digest = message.digest
@@ -218,9 +231,7 @@ class RemoteClient:
                 number = await session.closed_by
             return await protocol.success(number, None)
         except BaseException as error:
-            if _is_cancelled(error):
-                raise
-            return protocol.failure(number, error, has_begun=was_granted)
+            return self._failure(number, error, has_begun=was_granted)
         finally:
             self._sessions.pop(message.number, None)
 
@@ -248,12 +259,6 @@ async def _perform(
     p: Partition, function: Callable[..., Any], is_async: bool, args: list[Any]
 ) -> Any:
     return await (function(p, *args) if is_async else p.run(function, *args))
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """Say whether the current task was cancelled, and not just something that it awaited."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _wake(wakeup: asyncio.Future[None]) -> None:

@@ -73,7 +73,7 @@ class Session:
             job, args: As for `Fleet.submit`.
             deadline: Seconds within which the result must arrive.
 
-            es:
+        Raises:
             PartitionClosed: The block has not begun, or has ended.
             FleetTimeout: The deadline passed; the job may have run.
             PoolLost: The pool was lost; the job may have run.
