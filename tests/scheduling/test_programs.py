@@ -49,8 +49,19 @@ def test_a_grant_on_a_kept_device_leaves_no_request_waiting_for_what_is_free(see
     assert "free" not in faults(program, "fifo", partitions(program))
 
 
+@pytest.mark.parametrize(("policy", "seed"), [("fifo", 3591), ("sized", 406), ("sized", 830)])
+def test_no_lease_delays_a_lower_class_in_vain(policy: str, seed: int) -> None:
+    """It keeps its SMs where it must end first, and gives way where the remainder then suffices."""
+    program = draw(seed)
+    assert faults(program, policy, partitions(program)) == []
+
+
 @pytest.mark.parametrize(
-    ("policy", "seed"), [("fifo", 193), ("fifo", 21217), ("fair", 134), ("sized", 653)]
+    ("policy", "seed"),
+    [
+        *(("fifo", 193), ("fifo", 21217), ("fair", 134)),
+        *(("sized", 590), ("sized", 653), ("sized", 3285), ("sized", 20697), ("sized", 50432)),
+    ],
 )
 def test_the_highest_class_is_no_worse_than_on_fixed_partitions(policy: str, seed: int) -> None:
     """It is given what a checkpoint frees, and let past a device kept for a lower class."""

@@ -351,8 +351,9 @@ class ServiceMachine(RuleBasedStateMachine):
                     assert not self.naive.could_be_granted(request, device)
 
     def gives_way_at_once(self, request: Request, device: int) -> bool:
-        """A lease that is not known to end does not overtake a request of a higher class."""
-        if request.duration is not None or not request.is_elastic:
+        """A lease not known to end, or sized, does not overtake a request of a higher class."""
+        is_sized = self.scheduler.queue.policy.size is not None
+        if not request.is_elastic or (request.duration is not None and not is_sized):
             return False
         priority = request.class_state.priority
         return any(

@@ -237,11 +237,11 @@ def test_nobody_is_kept_out_for_ever() -> None:
 
 
 def test_nobody_waits_for_what_is_never_given_back() -> None:
-    """Where not even all SMs are enough, it has what others do not keep to their end."""
+    """Where not even all SMs are enough any more, it has what others do not keep to their end."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(130.0))
-    assert scheduler.checkpoint(0.010, bulk) == [decode]
+    assert scheduler.checkpoint(0.016, bulk) == [decode]
     assert (bulk.sms, decode.grants[0].sms) == (8, 124)
 
 
@@ -276,17 +276,38 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
             scheduler.missing_executors.clear()
 
 
-def test_who_needs_less_because_another_came_has_it_at_once() -> None:
-    """Where one that goes before him wants SMs he is to have fewer, and those are free."""
+def test_what_is_in_time_only_without_the_margin_has_the_most() -> None:
+    """A class waits for it, rather than be late with what lower classes leave."""
+    scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
+    bulk = leased(scheduler, "bulk", least=120)
+    decode = scheduler.request(0.0, (SizeRange(8, 24),), service="decode", duration=Work(18.0))
+    assert scheduler.checkpoint(0.001, bulk) == [decode]
+    assert bulk.over
+    assert decode.grants[0].sms == 24
+
+
+@pytest.mark.parametrize(("waits", "sms"), [(96, 24), (112, 128)])
+def test_one_that_leaves_too_little_for_the_next_has_all(waits: int, sms: int) -> None:
+    """What nothing else can use while it runs makes it end sooner."""
+    scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
+    before = scheduler.request(0.0, (SizeRange(128, 128),), service="bulk")
+    scheduler.request(0.0, (SizeRange(waits, waits),), service="bulk")
+    decode = scheduler.request(0.0, (SizeRange(8, 128),), service="decode", duration=Work(10.0))
+    assert decode in scheduler.drained(0.001, before.grants[0])
+    assert decode.grants[0].sms == sms
+
+
+def test_a_lower_class_does_not_take_few_sms_for_long_before_a_higher_one() -> None:
+    """Else the other waits for its end, not only for the next checkpoint of a lower lease."""
     first = ServiceClass("first", priority=2)
     scheduler = pool(first, DECODE, BULK)
-    scheduler.request(0.0, (SizeRange(8, 64),), service="bulk")
+    bulk = scheduler.request(0.0, (SizeRange(8, 64),), service="bulk").grants[0]
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(100.0))
     assert scheduler.resized(decode) == []
-    assert not decode.grants, "of the 106 that he needs 68 are free"
+    assert not decode.grants, "of the 106 that it needs 68 are free"
     before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
-    assert scheduler.resized(before) == [decode]
-    assert decode.grants[0].sms == 32
+    assert scheduler.resized(before) == []
+    assert scheduler.checkpoint(0.001, bulk) == [before]
 
 
 def beside_bulk() -> tuple[Scheduler, Grant, Grant]:

@@ -239,6 +239,29 @@ def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
     assert held.sms >= 40
 
 
+def test_a_lease_gives_up_nothing_in_vain_for_a_lower_class() -> None:
+    """A request that cannot begin before the lease ends would only wait longer."""
+    scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10, services=THREE)
+    size, work = SizeRange(16, 128), Curve(128.0, 128)
+    (held,) = scheduler.request(0.0, (size,), service="high", duration=work).grants
+    low = scheduler.request(0.0, (SizeRange(120, 120),), service="low")
+    assert scheduler.checkpoint(0.5, held, work) == []
+    assert held.sms == 128
+    assert scheduler.drained(1.0, held) == [low]
+
+
+def test_a_lease_gives_way_where_the_remainder_of_a_device_helps_a_request() -> None:
+    """Beside a reserve of 4 of 15 cells, 48 SMs fit in 5 cells and the remainder of 12 SMs."""
+    cells = DeviceCells(size=8, count=15, remainder=12, joins=True)
+    owner = ServiceClass("owner", reserve=32, max_wait_for_reserve=0)
+    scheduler = Scheduler([cells], Fifo(), 10, services=[*THREE, owner])
+    scheduler.request(0.0, (SizeRange(48, 48),), service="high")
+    (low,) = scheduler.request(0.0, (SizeRange(32, 40),), service="low").grants
+    high = scheduler.request(0.0, (SizeRange(48, 48),), service="high")
+    assert scheduler.checkpoint(0.001, low) == [high]
+    assert low.over
+
+
 def test_a_lease_does_not_give_way_beside_one_that_is_used_again() -> None:
     """A holder whose other lease is a resumed grant keeps what it has, too."""
     scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10)

@@ -354,14 +354,19 @@ class SMAllocator:
             device: The index of the device.
             grant: The grant that the request already has there, or None.
         """
-        cells, most, state = self.devices[device], request.parts[0].most, request.class_state
+        most, state = request.parts[0].most, request.class_state
+        most = min(most, self.most_idle(request, device))
+        return min(most, state.cap - state.sms + (grant.sms if grant else 0))
+
+    def most_idle(self, request: Request, device: int) -> int:
+        """Return the SMs that reserves leave for a request on an idle device."""
+        cells = self.devices[device]
         if not self.is_limited:
-            return min(most, cells.total)
+            return cells.total
         # SMs above its minimum are given back before its end.
         length = 0.0 if request.duration is None else self._known_length(request, device)
         count = self._reachable_cells(request, device, length)
-        most = min(most, count * cells.size + cells.remainder)
-        return min(most, state.cap - state.sms + (grant.sms if grant else 0))
+        return count * cells.size + cells.remainder
 
     def most_ever(self, request: Request) -> int:
         """Return the most SMs that a request could ever be granted as one partition."""
@@ -652,13 +657,12 @@ class SMAllocator:
         reachable = free
         for mask in freed.values():
             reachable |= mask
-        masks = cells.fit_all(reachable, parts)
-        if not masks or not self.reservations[device].owners:
-            return bool(masks)
-        returned = {grant: cells.cell_count(mask) for grant, mask in freed.items()}
         reservations = self.reservations[device]
-        available = reservations.available_after(cells.cell_count(free), request, returned)
-        return sum(map(cells.cell_count, masks)) <= available
+        if reservations.owners:
+            returned = {grant: cells.cell_count(mask) for grant, mask in freed.items()}
+            available = reservations.available_after(cells.cell_count(free), request, returned)
+            reachable = self._visible_of(reachable, request.class_state, device, available)
+        return bool(cells.fit_all(reachable, parts))
 
     def free_at(self, device: int, request: Request, now: float) -> float:
         """Return when a request will fit on a device if nothing else is granted there.

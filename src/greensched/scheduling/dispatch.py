@@ -189,12 +189,14 @@ class Dispatcher:
     def _kept_from(self, request: Request) -> Reservation | None:
         """Return the device that is kept for another request, if this one may not have it.
 
-        Until the first request has aged, this applies to leases of lower classes that are not known
-        to end, because each would give way to it at a checkpoint.
+        Until the first request has aged, this applies to elastic leases of lower classes: to those
+        not known to end, because each would give way to it at a checkpoint, and to those that a
+        policy sizes, because they would take few SMs for long.
         """
         reservation, waits = self.queue.reservation, self._first
         if reservation is None:
-            if request.duration is not None or not request.is_elastic:
+            is_short = request.duration is not None and self.policy.size is None
+            if is_short or not request.is_elastic:
                 return None
             if waits is None or waits.state is not QUEUED:  # it was granted meanwhile
                 return None
@@ -554,6 +556,7 @@ class Dispatcher:
         None: the number that its policy says. 0: it gives way, and the device is kept for the
         request.
         """
+        self.set_target(request, grant.device, now)
         is_aged = not self.policy.may_overtake(request, now)
         keeps = kept_at_checkpoint(self.allocator, request, grant, now, is_aged=is_aged)
         if keeps == 0:

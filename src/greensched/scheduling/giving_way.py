@@ -16,9 +16,9 @@ def kept_at_checkpoint(
     to their minimum, then to nothing. The order is: leases of the request's priority or lower,
     lowest class and longest lease first; then, for an aged request, leases of higher priority,
     which keep their minimum if their end is known. Only as many leases give way as are needed, and
-    none gives up its minimum if the request would still not fit. But a request of a higher class
-    gets what this lease gives up if that suffices now: it does not wait for a lower class's
-    checkpoint.
+    none gives up its minimum if the request would still not fit. A lease of higher priority then
+    gives up nothing, because it would only end later. But a request of a higher class gets what
+    this lease gives up if that suffices now: it does not wait for a lower class's checkpoint.
 
     Args:
         allocator: The cells.
@@ -52,7 +52,7 @@ def kept_at_checkpoint(
                     keeps = kept
                 if left.is_enough():
                     return keeps
-    return least
+    return grant.sms if grant in higher else least
 
 
 class _Left:

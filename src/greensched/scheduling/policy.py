@@ -48,13 +48,16 @@ class RequestView(Protocol):
     due: float | None
 
     @property
-    def allowed(self) -> float | None:
-        """The seconds it may take once granted. None: no latency, or no known duration.
+    def limit(self) -> float | None:
+        """The seconds after which it is late once granted. None: no latency or known duration.
 
-        This is a fraction of the time that is left until its class's latency, or until the deadline
-        given at its lease's last checkpoint. The fraction is one with which the class was recently
-        in time.
+        This is the time that is left until its class's latency, or until the deadline given at its
+        lease's last checkpoint.
         """
+
+    @property
+    def allowed(self) -> float | None:
+        """The fraction of `limit` with which the class was recently in time."""
 
     def seconds(self, sms: int) -> float | None:
         """Return its expected duration on so many SMs. None: unknown."""
@@ -70,13 +73,14 @@ class SizingView:
         beside: The SMs left for it once every other elastic lease has reached a checkpoint. A lease
             of a lower class then keeps its minimum, any other lease the size that this policy gives
             it.
-        is_alone: Whether no other request or lease has or wants SMs there.
+        spare: The most SMs with which the next queued request fits beside it on an otherwise idle
+            device. Without such a request it is all, or 0 if there is no other lease either.
     """
 
     sizes: tuple[int, ...]
     left: int
     beside: int
-    is_alone: bool
+    spare: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class RequestSnapshot:
     arrived: float
     order: int
     due: float | None
+    limit: float | None
     allowed: float | None
     _seconds: Callable[[int], float | None]
 
@@ -128,6 +133,7 @@ def _request_snapshot(request: RequestView) -> RequestView:
         request.arrived,
         request.order,
         request.due,
+        request.limit,
         request.allowed,
         request.seconds,
     )
@@ -228,19 +234,21 @@ class Deadline(Fifo):
 class Sized(Fifo):
     """Size by latency: a request with a latency gets the fewest SMs that meet it, others the rest.
 
-    For elastic requests; a request that is alone gets all it requests. Order and ageing as in
-    `Fifo`.
+    For elastic requests; a request that would leave too little for the next one, or is alone, gets
+    all it requests. Order and ageing as in `Fifo`.
     """
 
     def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
         """Size by the expected duration, within what higher classes leave."""
         most, left = view.sizes[-1], max(view.left, view.sizes[0])
-        allowed = request.allowed
-        if allowed is None:
+        limit, allowed = request.limit, request.allowed
+        if limit is None or allowed is None:
             return view.sizes[0], left
-        late = min(most, max(view.beside, view.sizes[0]))  # no size suffices: do not wait for more
-        enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), late)
-        return min(enough, left), most if view.is_alone else min(enough, left)
+        enough = next((n for n in view.sizes if (request.seconds(n) or 0.0) <= allowed), most)
+        if (request.seconds(enough) or 0.0) > limit:  # late with any size: do not wait for more
+            enough = min(most, max(view.beside, view.sizes[0]))
+        least = min(enough, left)
+        return least, least if least <= view.spare else most
 
 
 #: The built-in policies by name.

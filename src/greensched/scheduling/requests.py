@@ -266,17 +266,24 @@ class Request:
         return self.class_state, self.parts, self.devices, held, magnitude
 
     @property
-    def allowed(self) -> float | None:
-        """The seconds it may take from now. None: no known duration, deadline or latency."""
-        state = self.class_state
+    def limit(self) -> float | None:
+        """The seconds after which it is late. None: no known duration, deadline or latency."""
         if self.duration is None:
             return None
         if self.within is not None:
-            return self.within * state.margin.of_deadline
-        if state.latency is None:
+            return self.within
+        latency = self.class_state.latency
+        if latency is None or self.left is None or self.left <= 0:
+            return latency
+        return min(latency, self.left)
+
+    @property
+    def allowed(self) -> float | None:
+        """The part of `limit` that is planned with."""
+        limit, margin = self.limit, self.class_state.margin
+        if limit is None:
             return None
-        left = state.latency if self.left is None or self.left <= 0 else self.left
-        return min(state.latency, left) * state.margin.fraction
+        return limit * (margin.fraction if self.within is None else margin.of_deadline)
 
     def seconds(self, sms: int) -> float | None:
         """Return its expected seconds on this many SMs. None: unknown."""

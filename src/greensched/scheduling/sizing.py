@@ -1,7 +1,7 @@
 """How many SMs an elastic request should have now, by a policy that sizes (`Policy.size`).
 
 The policy sees a device: the possible sizes, what higher classes neither have nor want, what other
-leases leave at their checkpoints, and whether the request is alone. Its answer is limited to what
+leases leave at their checkpoints, and what the next request needs. Its answer is limited to what
 was requested and what the class may have. A request waits for this size until it has aged; from
 then on it gets at most what is free once lower classes have given way. A request is always granted
 if it fits into its class's reserve and the class uses none of it.
@@ -16,7 +16,7 @@ from greensched.scheduling.allocator import SMAllocator
 from greensched.scheduling.cells import DeviceCells, SizeRange
 from greensched.scheduling.policy import SizingView
 from greensched.scheduling.request_line import RequestLine
-from greensched.scheduling.requests import Grant, Request
+from greensched.scheduling.requests import Grant, Request, by_rank
 
 #: The type of `Policy.size`.
 Size = Callable[[Any, SizingView], tuple[int, int]]
@@ -56,7 +56,10 @@ def target_size(
             claims.add_waiting(first)
     left = max(0, cells.total - claims.taken)
     beside = cells.largest(max(0, cells.total - claims.kept - claims.given_way))
-    view = SizingView((*sizes, most), left, beside, claims.is_alone)
+    spare = 0 if claims.is_alone else most
+    if claims.next is not None:
+        spare = allocator.most_idle(claims.next, device) - claims.next.line.least
+    view = SizingView((*sizes, most), left, beside, spare)
     least, upto = size(request, view)
     # It gets what its own reserve provides without waiting for more.
     reservations, state = allocator.reservations[device], request.class_state
@@ -86,6 +89,8 @@ class _Claims:
         self.kept = self.given_way = 0
         #: Whether no other request or lease has or wants SMs.
         self.is_alone = True
+        #: The first of the other queued requests.
+        self.next: Request | None = None
 
     def add_grant(self, grant: Grant) -> None:
         """Count a lease."""
@@ -110,3 +115,5 @@ class _Claims:
         self.is_alone = False
         if first.class_state.priority > self._request.class_state.priority:
             self.taken += first.target[0].least
+        if self.next is None or by_rank(first) < by_rank(self.next):
+            self.next = first
