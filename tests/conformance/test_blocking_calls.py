@@ -188,6 +188,26 @@ def test_a_cancelled_await_is_forgotten(backend: Backend) -> None:
 
 
 @pytest.mark.real_time(why="a running call waits for the loop")
+def test_no_thread_counts_as_busy_after_a_lease_has_drained(backend: Backend) -> None:
+    """The poller counts the thread that ends a lease as busy until it has, and not longer."""
+    may_return = threading.Event()
+
+    async def main() -> None:
+        async with backend.pool() as pool:
+            with pytest.raises(ZeroDivisionError):
+                async with pool.partition(8) as p:
+                    poller = p._open_lease().poller
+                    p.run(may_return.wait)
+                    raise ZeroDivisionError
+            busy = poller._thread_work
+            may_return.set()
+            await until(lambda: not pool.statistics().leases)
+            assert (busy, poller._thread_work) == (2, 0), "the call, and the last ticket"
+
+    backend.run(main)
+
+
+@pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) -> None:
     """A cancelled await of a call returns at once; the SMs come back when the call has returned."""
     may_return = threading.Event()

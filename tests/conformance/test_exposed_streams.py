@@ -89,8 +89,10 @@ def test_sms_are_released_once_work_of_libraries_is_done(backend: Backend, is_ow
                         stream = p.stream if is_own else await p.run(p.context.create_stream)
                         p.context.driver.wait_value(stream.handle, word.address, 1)
                         raise Left
-                await still_waits(until(lambda: not pool.statistics().leases))
-                word.array[0] = 1
+                try:
+                    await still_waits(until(lambda: not pool.statistics().leases))
+                finally:
+                    word.array[0] = 1
                 await until(lambda: not pool.statistics().leases)
                 if not is_own:
                     async with pool.partition(8) as p:
