@@ -31,7 +31,8 @@
 #   make bench-engine   find the highest rate of each way to serve a language model, on this machine's GPU
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs, with faults
-#   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process
+#   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process, and
+#                       1000 examples of each of its tests with Hypothesis
 #   make soak           run leases with faults for MINUTES=10: memory, threads, files and device memory
 #                       must not grow
 
@@ -158,6 +159,7 @@ bench-ray: $(OTHERS)/.ready
 PROGRAMS ?= 10000
 fuzz-scheduler: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduling.fuzz --programs $(PROGRAMS) $(ARGS)
+	$(BIN)/python -m pytest -q tests/scheduling --hypothesis-profile deep
 
 MINUTES ?= 10
 soak: $(VENV)/.ready

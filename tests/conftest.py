@@ -17,6 +17,7 @@ except ImportError:  # a GPU's machine may have none, and what runs there needs 
     pass
 else:  # deterministic, so that a failure comes again
     settings.register_profile("greensched", derandomize=True, deadline=None, max_examples=60)
+    settings.register_profile("deep", deadline=None, max_examples=1000)  # make fuzz-scheduler
     settings.load_profile("greensched")
 
 

@@ -13,7 +13,7 @@ from greensched.scheduling.policy import POLICIES
 from .fuzz import faults
 from .programs import draw, draw_from, partitions
 
-SEEDS = range(60)
+SEEDS = range(20)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

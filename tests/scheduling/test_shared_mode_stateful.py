@@ -262,4 +262,4 @@ class SharingMachine(RuleBasedStateMachine):
 
 #: It takes seconds; a failure is shrunk for five minutes at most.
 TestSharing = pytest.mark.timeout(360)(SharingMachine.TestCase)
-TestSharing.settings = settings(max_examples=120, stateful_step_count=60)
+TestSharing.settings = settings(stateful_step_count=60)

@@ -14,7 +14,7 @@ from greensched.scheduling.scheduler import Scheduler
 from greensched.scheduling.services import ServiceClass
 from greensched.typing import ALL
 
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = (1, 2, 3)
 
 
 # -- 3:1 ----------------------------------------------------------------------------------------
