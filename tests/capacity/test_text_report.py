@@ -299,7 +299,7 @@ def test_no_split_is_above_the_clairvoyant(
     """In no run with all tokens in time are more prompts in time than it estimates."""
     monkeypatch.setattr(sweeps, "MOST_SPLITS", 1)
     asked = replace(SMALL, seconds=20.0, generator="bursty", policies=(strategy,), rates=(1.0, 1.3))
-    results = run_experiment(replace(asked, repeats=2, granularity=granularity))
+    results = run_experiment(replace(asked, granularity=granularity))
     for group in results.groups:
         estimates = results.clairvoyant[group.rate]
         for mine, most in zip(attained(results, group), estimates, strict=True):
@@ -419,7 +419,7 @@ def test_a_plot_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingPackage, match=r"pip install .*\[plot\]"):
-        plot.save(run_experiment(SMALL), tmp_path / "a.png")
+        plot.save(run_experiment(replace(SMALL, rates=(0.5,))), tmp_path / "a.png")
     monkeypatch.setattr(experiment, "run_experiment", None)  # it would not get so far
     assert cli.main(["simulate", "--plot", str(tmp_path / "a.png")]) == 2
     assert install_command("plot") in capsys.readouterr().err

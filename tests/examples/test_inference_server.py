@@ -191,8 +191,9 @@ def test_a_wrong_server_is_found(tmp_path: Path) -> None:
     assert "received a wrong answer" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("option", ["--chunked", "--decode-sms"])
-@pytest.mark.parametrize("given", ["0", "-8", "many"])
+@pytest.mark.parametrize(
+    ("option", "given"), [("--chunked", "0"), ("--chunked", "many"), ("--decode-sms", "-8")]
+)
 def test_a_size_below_one_is_refused(option: str, given: str) -> None:
     """A chunk or a number of SMs that is no positive number ends the program with one line."""
     command = [sys.executable, EXAMPLE / "app.py", f"{option}={given}"]

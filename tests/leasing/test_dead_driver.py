@@ -16,6 +16,7 @@ from greensched.driver.blocking import DRIVER_CALLS
 from greensched.driver.simulated import Fail, Hang
 from greensched.kernels import saxpy, spin
 from greensched.typing import Feature
+from helpers.devices import DEVICE
 from helpers.waiting import turns, until
 
 ONE = LaunchConfig(grid=1, block=1)
@@ -37,7 +38,7 @@ async def beat() -> None:
 def run(clock: str, loop: str, main: Any, **options: Any) -> None:
     """Run `main(driver)` on a loop, with a clock."""
     virtual = simulated.VirtualClock(seed=1) if clock == "virtual" else None
-    driver = simulated.open("h20", clock=virtual, **options)
+    driver = simulated.open([DEVICE], clock=virtual, **options)
     driver.spin_budget = 0.0  # it sleeps at once, which is where it asks the driver
     start = partial(main, driver)
     if virtual is not None:

@@ -474,13 +474,13 @@ MORE_USES = {
 
 
 @pytest.mark.fault("D1")
-@pytest.mark.parametrize("use", MORE_USES)
-def test_a_forked_child_is_told_of_everything(use: str) -> None:
+def test_a_forked_child_is_told_of_everything() -> None:
     """Buffers, streams, contexts and `open` of the parent raise ForkedPool in a child too."""
+    uses = "\n        ".join(f"print(in_a_child({use}))" for use in MORE_USES.values())
     said = quiet(
         IN_A_CHILD
         + textwrap.dedent(
-            f"""
+            """
             async def nowait():
                 pool.partition_nowait(8)
 
@@ -492,7 +492,7 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
                     b, pinned = await p.upload(np.ones(10)), await p.empty_pinned(4)
                     await p.prepare(ONE, spin)
                     graph = await p.capture(captured)
-                    print(in_a_child({MORE_USES[use]}))
+                    USES
                     await graph.launch(p)
                     graph.close()
                     b.close()
@@ -500,9 +500,10 @@ def test_a_forked_child_is_told_of_everything(use: str) -> None:
 
             asyncio.run(main())
             """
-        )
+        ).replace("USES", uses)
     )
-    assert said.startswith("ForkedPool:"), said
+    for use, told in zip(MORE_USES, said.splitlines(), strict=True):
+        assert told.startswith("ForkedPool:"), (use, told)
 
 
 @pytest.mark.fault("D1", "I13")
