@@ -74,7 +74,7 @@ class TooManySMs(InvalidRequest):
         asked: The SMs of the request.
         most: The most that can ever be granted.
         nearest: The nearest sizes that can be granted together, for a request of several parts.
-        is_ruled: Whether reserves or caps of service classes limit `most`.
+        is_ruled: Whether reserves, caps or sizes of service classes limit `most`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TooManySMs(InvalidRequest):
         self.is_ruled = is_ruled
         together = f"pool.partitions({', '.join(map(str, nearest))})"
         other = (
-            "name a class (`service=`) whose reserve or cap is large enough, or that may borrow "
+            "name a class (`service=`) whose reserve, cap or sizes suffice, or that may borrow "
             "(`preemptible=True`, and a `duration` or `checkpoint_interval` of at most the owner's "
             "`max_wait_for_reserve`)"
         )

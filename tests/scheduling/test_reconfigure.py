@@ -134,6 +134,29 @@ def test_who_can_never_be_granted_any_more_is_told(rules: dict[str, int]) -> Non
     assert ask(scheduler, 16).state is GrantState.GRANTED
 
 
+def test_a_request_above_the_new_sizes_of_its_class_is_rejected() -> None:
+    """Otherwise it would wait without end, and keep the device from all others."""
+    scheduler = make(ServiceClass("a"))
+    held = ask(scheduler, ALL)
+    waiting = [ask(scheduler, sms, "a") for sms in (40, (24, 40), 20)]
+    sized = ServiceClass("a", sizes=(16, 32))
+    assert scheduler.reconfigure(0.0, [sized], None) == []
+    assert [request for request, _ in scheduler.rejected] == waiting[:1]
+    assert "at most 32" in str(scheduler.rejected[0][1])
+    assert scheduler.drained(1.0, held.grants[0]) == waiting[1:]
+    assert [request.grants[0].sms for request in waiting[1:]] == [32, 32]
+
+
+def test_a_request_between_sizes_that_its_class_cannot_have_is_rejected() -> None:
+    """It would get the next larger size, which the new reserve of another class excludes."""
+    scheduler = make(ServiceClass("a"))
+    ask(scheduler, ALL)
+    waiting = ask(scheduler, 40, "a")
+    classes = [ServiceClass("a", sizes=(16, 64)), ServiceClass("owner", reserve=16)]
+    assert scheduler.reconfigure(0.0, classes, None) == []
+    assert [request for request, _ in scheduler.rejected] == [waiting]
+
+
 def test_what_cannot_be_changes_nothing() -> None:
     """Floors that do not fit are refused, and everything is as it was."""
     scheduler = make(OWNER)

@@ -296,14 +296,17 @@ class SMAllocator:
     def can_ever_fit(self, request: Request, device: int, without: int = 0) -> bool:
         """Say whether a request could be granted on a device if only `without` were held."""
         cells, reachable = self.devices[device], self.reachable(request, device, without)
+        parts = _of_class_sizes(request)
+        if not parts:
+            return False
         if not self.is_limited:
-            return bool(cells.fit_all(reachable, request.parts))
-        part = request.parts[0]
-        is_single = len(request.parts) == 1 and not without
+            return bool(cells.fit_all(reachable, parts))
+        part = parts[0]
+        is_single = len(parts) == 1 and not without
         if is_single and 0 < part.least <= cells.cell_count(reachable) * cells.size:
             return True
         # Elastic parts take what is free, so only their minimum sizes must be possible.
-        least = tuple(SizeRange(part.least, part.least, part.named) for part in request.parts)
+        least = tuple(SizeRange(part.least, part.least, part.named) for part in parts)
         masks = cells.fit_all(reachable, least)
         return bool(masks) and sum(map(cells.sm_count, masks)) <= request.class_state.cap
 
@@ -370,16 +373,18 @@ class SMAllocator:
 
     def most_ever(self, request: Request) -> int:
         """Return the most SMs that a request could ever be granted as one partition."""
-        if not self.is_limited:
-            return max(self.devices[d].total for d in request.devices)
+        sizes = request.class_state.sizes if len(request.parts) == 1 else ()
         most = 0
         for device in request.devices:
             cells = self.devices[device]
+            if not self.is_limited:
+                most = max(most, cells.total)
+                continue
             length = self._known_length(request, device)
             count = self._reachable_cells(request, device, length)
             sms = cells.total if count == cells.count else count * cells.size
             most = max(most, min(sms, request.class_state.cap))
-        return most
+        return max((sms for sms in sizes if sms <= most), default=most)
 
     def nearest(self, request: Request) -> tuple[int, ...]:
         """Return the sizes nearest to a request's that could ever be granted together."""
@@ -693,6 +698,18 @@ class SMAllocator:
             if grant.ends is not None and grant.ends > now
             if not (grant.request.is_elastic and grant.class_state.priority < priority)
         ]
+
+
+def _of_class_sizes(request: Request) -> tuple[SizeRange, ...]:
+    """Return a request's parts, with the least size that its class has for them; () if it has none.
+
+    A request that waits while its class gets other sizes may be between two of these.
+    """
+    (part, *more), sizes = request.parts, request.class_state.sizes
+    if more or part.named is not None or not sizes:
+        return request.parts
+    least = next((sms for sms in sizes if sms >= part.least), None)
+    return () if least is None else (SizeRange(least, max(least, part.most)),)
 
 
 class _Choices(NamedTuple):

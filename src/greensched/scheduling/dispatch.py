@@ -476,7 +476,7 @@ class Dispatcher:
         if len(request.parts) > 1:
             nearest = allocator.nearest(request)
             most = sum(nearest)
-        is_ruled = allocator.is_limited
+        is_ruled = allocator.is_limited or bool(request.class_state.sizes)
         return TooManySMs(self.asked(request), most, nearest=nearest, is_ruled=is_ruled)
 
     # -- a device kept for one request -----------------------------------------------------------
