@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
+from unittest import mock
 
 import anyio
 import anyio.abc
@@ -59,7 +60,10 @@ from greensched.driver.simulated import Crash, Fail, Fault, Hang, Span
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.faults import FaultScript
 from greensched.kernels import fill, saxpy, spin
+from greensched.scheduling.cells import DeviceCells
+from greensched.scheduling.requests import LONG_LEASE_S
 from helpers.devices import SMALL_DEVICE
+from helpers.small_executors import at_most
 
 CONFIG = LaunchConfig(grid=1, block=32)
 #: Items of small arrays, and of those that a thread copies.
@@ -102,6 +106,8 @@ class Program:
     grace: float
     #: A second loop, of asyncio, on a thread of its own: it ends, or closes over leases.
     second_loop: Literal["none", "ends", "closes"]
+    #: The most executors of a device that requests can wait for; None: the library's.
+    executors: int | None
 
     @property
     def hangs(self) -> bool:
@@ -186,12 +192,25 @@ def draw(seed: int) -> Program:
         closes_after=rng.expovariate(30) if rng.random() < 0.15 else None,
         grace=rng.choice([0.0, 0.001, 0.2]),
         second_loop=rng.choice(["none", "none", "ends", "closes"]),
+        executors=rng.choice([None, None, rng.randint(1, 12)]),
     )
     if program.backend == "trio":
         program.second_loop = "none"
     if program.hangs:
         program.options["hang_after"] = HANG_AFTER
     return program
+
+
+@contextmanager
+def few_executors(program: Program) -> Iterator[None]:
+    """Have pools that open make executors over some sets of cells in advance, as many as drawn."""
+
+    def some(cells: DeviceCells, _: int) -> list[int]:
+        masks = [mask for mask in range(1, cells.full_mask + 1) if cells.possible(mask)]
+        return program.rng.sample(masks, min(len(masks), program.executors or 0))
+
+    with mock.patch.object(DeviceCells, "menu", some):
+        yield
 
 
 # -- schedules ---------------------------------------------------------------------------------
@@ -317,6 +336,7 @@ class Checks:
             return
         try:
             self._check_cells(manager.scheduler.allocator)
+            self._check_first(manager)
         finally:
             manager.lock.release()
         if self._most_calls is None and pool.fault is not None:
@@ -343,6 +363,23 @@ class Checks:
                     held |= grant.mask
             if free != cells.full_mask & ~held:
                 self.broken(f"of device {number}, {held:b} is granted and {free:b} is free")
+
+    def _check_first(self, manager: Any) -> None:
+        """The first request of all does not wait where an executor of its size is free."""
+        queue, allocator = manager.scheduler.queue, manager.scheduler.allocator
+        is_plain = not (allocator.is_limited or allocator.may_share or queue.policy.size)
+        if not (queue.waiting and is_plain and queue.reservation is None):
+            return
+        request = min(map(queue.place, queue.firsts()))[-1]
+        part, *more = request.parts
+        if more or part.named or request.class_state.sizes:
+            return
+        for device in request.devices:
+            cells, free = allocator.devices[device], allocator.free_masks[device]
+            for mask in manager.device_pools[device].executors:
+                sms = 0 if mask & ~free else cells.sm_count(mask)
+                if part.least <= sms <= max(part.most, cells.cells_for(part.least) * cells.size):
+                    self.broken(f"{request} waits, and {mask:b} of device {device} is free")
 
     def span(self, span: Span) -> None:
         """Note what ran."""
@@ -607,6 +644,12 @@ class Task:
         await p.__aenter__()
         self.spins(p)
 
+    async def keeps(self) -> None:
+        """Keep a lease for so long that it may never end."""
+        async with self.pool.partition(self.size(), **self.options()) as p:
+            self.spins(p)
+            await anyio.sleep(self.rng.choice([1.0, LONG_LEASE_S + 1]))
+
     async def fails(self) -> None:
         """Raise in a block with work."""
         try:
@@ -661,6 +704,7 @@ KINDS: dict[Callable[[Task], Awaitable[None]], tuple[int, tuple[type[BaseExcepti
     Task.bound: (4, TIMES),
     Task.graphs: (3, TIMES),
     Task.forgotten: (2, TIMES),
+    Task.keeps: (1, TIMES),
     Task.fails: (3, TIMES),
     Task.reconfigures: (1, ()),
     Task.looks: (2, ()),
@@ -759,7 +803,11 @@ async def run_program(program: Program, checks: Checks) -> None:
     rng = program.rng
     pool = checks.pool = Pool(driver=checks.driver, **program.options)
     try:
-        await pool.open()
+        if program.executors is None:
+            await pool.open()
+        else:
+            with few_executors(program):
+                await at_most(pool, program.executors).open()
     except GreenschedError as error:
         checks.raised("open", error)
         checks.at_end(None)
