@@ -336,6 +336,29 @@ def test_times_of_leases_are_counted_in_doubling_buckets() -> None:
     gpu.run(main)
 
 
+def test_a_lease_is_released_when_its_block_ends_and_drained_after_its_work() -> None:
+    """The records and the histograms tell the time in the block from the drain."""
+
+    async def test(pool: Pool, seen: list[Record]) -> None:
+        pool.time_leases()
+        with pytest.raises(ZeroDivisionError):
+            async with pool.partition(16) as p:
+                await p.prepare(CONFIG, spin)
+                seen.clear()
+                p.launch(CONFIG, spin, 100 * MS)
+                raise ZeroDivisionError
+        await asyncio.sleep(0.200)
+        found = pool.statistics().services[""]
+        assert found.use is not None
+        assert found.drain is not None
+        assert found.use.seconds < 0.050
+        assert found.drain.seconds == pytest.approx(0.100, rel=0.2)
+
+    seen = run(test)
+    assert kinds(seen) == [Submitted, Released, Done, Drained]
+    assert seen[3].time - seen[1].time == pytest.approx(0.100, rel=0.2)
+
+
 def test_short_durations_are_counted_as_one_by_one() -> None:
     """Counting them together gives the same histogram as counting each, those of 0 included."""
     found, expected = Histogram(), Histogram()

@@ -128,7 +128,7 @@ class LeaseRecords:
         for borrower in {grant: None, **dict.fromkeys(self._told_loans)}:
             self._add_loans(borrower, now)
         if not grant.mask:
-            if not grant.released:
+            if grant.released is None:
                 add(Released(now, grant.number, name))
             add(Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
             if grant.request.state is QUEUED:  # it gave way, and is queued again

@@ -574,7 +574,7 @@ class SMAllocator:
         if not self.is_classed and grant.request.duration is None:
             state.sm_time += self.unsettled_sm_time(grant, now, is_suspended=grant.is_suspended)
         if not grant.is_suspended:
-            ended = grant.released or now
+            ended = now if grant.released is None else grant.released
             state.use.add(ended - grant.began)
             if ended < now:  # otherwise it counts as the difference between `use` and the rest
                 state.drain.add(now - ended)

@@ -110,9 +110,10 @@ class Grant:
         self.is_bounded = False
         #: SM-seconds that its class was charged in advance, and those used before `since`.
         self.charged = self.used = 0.0
-        #: If leases are timed: when its lease ended before its work, and the seconds of earlier
-        #: leases on it.
-        self.released = self.reused_s = 0.0
+        #: When its lease ended, if that was before its work.
+        self.released: float | None = None
+        #: If leases are timed: the seconds of earlier leases on it.
+        self.reused_s = 0.0
         #: How many earlier leases were short, and are not counted yet; and their seconds.
         self.short_uses, self.short_s = 0, 0.0
         #: The number of its lease in the pool's records; 0: none yet.
