@@ -157,3 +157,9 @@ def test_a_checkpoint_takes_up_home_cells_that_have_an_executor() -> None:
         scheduler.checkpoint(1.0, decode)
         found.append(decode.mask)
     assert found == [smallest, middle, largest]
+
+
+def test_a_class_with_sizes_needs_no_other_limit() -> None:
+    """In a pool without caps and reserves, a lease has one of the sizes of its class, too."""
+    scheduler = scheduler_of(ServiceClass("sized", sizes=(24, 48)))
+    assert grant(scheduler, "sized", (8, 132)).sms == 48

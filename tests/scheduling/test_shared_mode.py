@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from greensched.errors import DeadlineImpossible
 from greensched.scheduling.cells import DeviceCells, parse_sizes
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.policy import Fifo
@@ -43,6 +44,24 @@ def end(scheduler: Scheduler, now: float, request: Request) -> list[Request]:
 
 def split(scheduler: Scheduler, now: float) -> list[Request]:
     return scheduler.observe(now, "quick", 0.011, ENOUGH)
+
+
+def test_a_device_is_whole_again_after_its_shared_grants() -> None:
+    """A request for all SMs waits for an exclusive lease, and not longer."""
+    scheduler = make()
+    end(scheduler, 1.0, ask(scheduler, 0.0, ALL, "bulk"))
+    held = ask(scheduler, 1.0, 8, "plain")
+    waits = ask(scheduler, 1.0, ALL, "plain")
+    assert waits.state is GrantState.QUEUED
+    assert end(scheduler, 2.0, held) == [waits]
+
+
+def test_an_exclusive_request_begins_after_all_shared_grants() -> None:
+    """A request that cannot meet its deadline behind them is refused at once."""
+    scheduler = make()
+    ask(scheduler, 0.0, ALL, "bulk", duration=0.5)
+    with pytest.raises(DeadlineImpossible):
+        ask(scheduler, 0.0, 8, "plain", duration=0.1, deadline=0.2)
 
 
 def test_shared_grants_are_spread_over_the_devices() -> None:

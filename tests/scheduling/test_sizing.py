@@ -443,3 +443,12 @@ def test_a_late_lease_counts_once_unless_latencies_are_reported(
             lease = leased(scheduler, "decode", Work(8.0))
         found.append(margin.fraction == before)
     assert found == [True] * 8 + [is_observed]
+
+
+def test_a_lease_at_its_cap_keeps_its_sms_at_a_checkpoint() -> None:
+    """What a lease already has does not count against its own class's cap."""
+    scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, cap=32), BULK)
+    lease = leased(scheduler, "decode", Work(100.0))
+    assert lease.sms == 32
+    scheduler.checkpoint(1.0, lease, Work(100.0))
+    assert lease.sms == 32
