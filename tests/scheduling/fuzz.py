@@ -16,12 +16,12 @@ None is locked or free. Others remain, here counted under `fifo`, `fair`, `deadl
 | programs       | starved    | below      | tied       |
 |----------------|------------|------------|------------|
 | 0 to 999       | 0, 0, 0, 0 | 1, 1, 1, 0 | 4, 2, 2, 1 |
-| 50000 to 50924 | 0, 0, 1, 0 | 2, 2, 2, 1 | 2, 2, 1, 2 |
+| 50000 to 50924 | 0, 0, 1, 0 | 2, 2, 2, 3 | 2, 2, 1, 2 |
 
 Programs up to 49999 were used while the scheduler was changed, later ones seldom. The seeds that
-remain are: starved under `deadline` 50673; below under `sized` 50766, under the others 346, 50741
-and 50919; tied 162, 391, 530, 568, 50611, 50638 and 50913. In 346 leases of one class give way to
-each other, so that all of them are late; where they did not, others would be.
+remain are: starved under `deadline` 50673; below under `sized` 50432, 50684 and 50766, under the
+others 346, 50741 and 50919; tied 162, 391, 530, 568, 50611, 50638 and 50913. In 346 leases of one
+class give way to each other, so that all of them are late; where they did not, others would be.
 
 It exits with 1 on all but *below* and *tied*.
 """

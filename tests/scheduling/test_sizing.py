@@ -297,8 +297,8 @@ def test_one_that_leaves_too_little_for_the_next_has_all(waits: int, sms: int) -
     assert decode.grants[0].sms == sms
 
 
-def test_a_lower_class_does_not_take_few_sms_for_long_before_a_higher_one() -> None:
-    """Else the other waits for its end, not only for the next checkpoint of a lower lease."""
+def test_one_that_needs_less_because_another_came_has_it_at_once() -> None:
+    """A higher class is to have most SMs, and fits beside the fewer ones that are left."""
     first = ServiceClass("first", priority=2)
     scheduler = pool(first, DECODE, BULK)
     bulk = scheduler.request(0.0, (SizeRange(8, 64),), service="bulk").grants[0]
@@ -306,8 +306,23 @@ def test_a_lower_class_does_not_take_few_sms_for_long_before_a_higher_one() -> N
     assert scheduler.resized(decode) == []
     assert not decode.grants, "of the 106 that it needs 68 are free"
     before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
-    assert scheduler.resized(before) == []
+    assert scheduler.resized(before) == [decode]
+    assert decode.grants[0].sms == 32
     assert scheduler.checkpoint(0.001, bulk) == [before]
+
+
+@pytest.mark.parametrize(("least", "is_granted"), [(32, True), (40, False)])
+def test_few_sms_are_taken_for_long_only_if_a_higher_class_fits_beside_them(
+    least: int, is_granted: bool
+) -> None:
+    """Else it waits for their end, not only for the next checkpoint of a lower lease."""
+    scheduler = pool(ServiceClass("first", priority=2), DECODE, BULK)
+    scheduler.request(0.0, (SizeRange(8, 64),), service="bulk")
+    before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
+    assert not before.grants, "68 are free"
+    size, work = SizeRange(least, 132), Work(100.0)
+    low = scheduler.request(0.001, (size,), service="bulk", duration=work)
+    assert bool(low.grants) is is_granted
 
 
 def beside_bulk() -> tuple[Scheduler, Grant, Grant]:

@@ -161,7 +161,7 @@ class Dispatcher:
     def _try(self, request: Request, now: float) -> bool:
         """Grant a request if it may be granted now."""
         is_free = self._first is None and self.queue.reservation is None
-        reservation = None if is_free else self._kept_from(request)
+        reservation = None if is_free else self._kept_from(request, now)
         if reservation is None:
             return self.grant(request, request.devices, now)
         if len(request.devices) > 1:
@@ -186,29 +186,45 @@ class Dispatcher:
             return False
         return self.grant(request, (device,), now)
 
-    def _kept_from(self, request: Request) -> Reservation | None:
+    def _kept_from(self, request: Request, now: float) -> Reservation | None:
         """Return the device that is kept for another request, if this one may not have it.
 
         Until the first request has aged, this applies to elastic leases of lower classes: to those
         not known to end, because each would give way to it at a checkpoint, and to those that a
-        policy sizes, because they would take few SMs for long.
+        policy sizes, because they take few SMs for long, if the first would not fit beside them.
         """
         reservation, waits = self.queue.reservation, self._first
         if reservation is None:
-            is_short = request.duration is not None and self.policy.size is None
-            if is_short or not request.is_elastic:
-                return None
             if waits is None or waits.state is not QUEUED:  # it was granted meanwhile
                 return None
-            if request.class_state.priority >= waits.class_state.priority:
+            is_lower = request.class_state.priority < waits.class_state.priority
+            if not (is_lower and request.is_elastic):
                 return None
-            reservation = Reservation(waits, self._best_device(waits))
+            device = self._best_device(waits)
+            if request.duration is not None and not self._delays(request, waits, device, now):
+                return None
+            reservation = Reservation(waits, device)
             self.is_held_back = True
         first, device = reservation
         if request is first or device not in request.devices:
             return None
         # Where its own holder has grants, the two requests would wait for each other.
         return None if device in request.held_devices else reservation
+
+    def _delays(self, request: Request, first: Request, device: int, now: float) -> bool:
+        """Say whether a policy sizes a request, and then a waiting one would not fit beside it.
+
+        Lower classes' leases of known duration count, too: the others give way to the waiting one.
+        """
+        if self.policy.size is None:
+            return False
+        self.set_target(request, device, now)
+        needed = sum(part.least for part in (*request.target, *first.target))
+        for grant in self.allocator.grants[device]:
+            is_lower = grant.class_state.priority < first.class_state.priority
+            if is_lower and grant.request.duration is not None:
+                needed += grant.sms
+        return needed > self.allocator.most_idle(first, device)
 
     def _seconds_kept(self, request: Request, first: Request) -> float:
         """Return the seconds until a request, if granted, leaves its SMs to another.

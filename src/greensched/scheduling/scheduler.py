@@ -16,9 +16,9 @@ Synchronous and deterministic: a call takes `now` and returns the requests that 
    Then one device is kept for it: it goes first, and nothing else is granted there, whatever its
    rank, until the request is granted or gone. Exceptions: a class gets what is free of its reserve;
    a request is granted that ends or gives way before the first could begin (backfill), or whose
-   holder has grants there, which may not end before. An elastic request of unknown duration, or
-   of a size by the policy, does not overtake a first request of a higher class, even before the
-   latter has aged.
+   holder has grants there, which may not end before. An elastic request of unknown duration does
+   not overtake a first request of a higher class, even before the latter has aged; nor does one
+   that the policy sizes, if the first would not fit beside it.
    No device is kept for a request that could not be granted even then, because the rules of its
    class, or the duration of its leases, have changed: once it has aged, or nothing is held, it is
    `rejected`.
