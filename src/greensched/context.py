@@ -251,7 +251,7 @@ class Context(ContextLimits):
 
         Raises:
             InvalidRequest: The context is not current on this thread, or a `with` block made it
-            current.
+                current.
         """
         current_context.pop(self)
 

@@ -346,7 +346,7 @@ class Pool(Uncopyable):
 
         Raises:
             InvalidRequest: There is no such class, it has no `sizes`, or `factory` is not a
-            function.
+                function.
             WouldBlock: SMs of such an executor are leased, or requests wait.
             PoolClosed, DeviceLost, ForkedPool: The pool does not work.
             BaseException: `factory` raised it.

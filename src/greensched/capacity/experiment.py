@@ -222,7 +222,7 @@ def _with_targets(
 
     Raises:
         InvalidRequest: No request of a class finished in its run without other classes, so its
-        target is undefined.
+            target is undefined.
     """
     updated = {}
     for name, service in classes.items():

@@ -32,7 +32,7 @@ class SMResource:
 
     Args:
         cut: An object that all outputs of one split share. None: this is not an output of a split,
-        and can be split.
+            and can be split.
         is_trial: Whether it came from a dry run, so that no context can be made of it.
     """
 
