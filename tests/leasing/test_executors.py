@@ -20,6 +20,7 @@ from greensched.driver import simulated
 from greensched.driver.simulated import Fail
 from greensched.driver.types import StreamHandle
 from greensched.execution.call_context import current_call
+from greensched.execution.threads import WorkerThread
 from greensched.kernels import fill, spin
 from helpers.gate import Gate
 from helpers.small_executors import at_most, one_cell_executors
@@ -285,6 +286,20 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
             assert await p.run(lambda: 2) == 2
 
     anyio.run(main)
+
+
+@pytest.mark.fault("C1")
+def test_a_thread_that_cannot_leave_its_context_tells_that_the_device_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A driver may end while a thread waits in it: the log does not blame the thread's item."""
+    driver = simulated.open("h200")
+    context = Device(0, driver=driver).primary
+    thread = WorkerThread(driver, "greensched test", context)
+    thread.submit(lambda: driver.script.add(Fail("set_current", 2, "DEINITIALIZED", 10**9)))
+    thread.stop()
+    assert "set_current: DEINITIALIZED" in str(context.health.failure)
+    assert not caplog.records
 
 
 @pytest.mark.fault("C1", "C3")

@@ -126,19 +126,25 @@ class WorkerThread:
         if context.health.is_over:  # no call follows the loss of a device
             item()
             return
-        with ExitStack() as block:
+        block = ExitStack()
+        try:
             try:
-                try:
-                    block.enter_context(context.entered())
-                except DeviceFault:
-                    raise
-                except CUDAError:  # try again, because the item would fail for another reason
-                    block.enter_context(context.entered())
-            except CUDAError as error:
-                logger.error("%s: its context cannot be entered: %s", self._name, error)
-                if isinstance(error, DeviceFault):
-                    context.health.fail(error)
+                block.enter_context(context.entered())
+            except DeviceFault:
+                raise
+            except CUDAError:  # try again, because the item would fail for another reason
+                block.enter_context(context.entered())
+        except CUDAError as error:
+            logger.error("%s: its context cannot be entered: %s", self._name, error)
+            if isinstance(error, DeviceFault):
+                context.health.fail(error)
+        try:
             item()
+        finally:
+            try:
+                block.close()
+            except DeviceFault as error:  # for example because the driver was closed meanwhile
+                context.health.fail(error)
 
 
 class _Stop:
