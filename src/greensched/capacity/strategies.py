@@ -60,7 +60,7 @@ class Client:
     batching: Batching | None = None
 
     async def run(self, pieces: Pieces) -> None:
-        """Run a pass to its end."""
+        """Run a pass to its end. Every strategy's client defines this."""
         raise NotImplementedError
 
     def record_latency(self, latency: float, weight: int) -> None:

@@ -701,9 +701,9 @@ class SMAllocator:
 
 
 def _of_class_sizes(request: Request) -> tuple[SizeRange, ...]:
-    """Return a request's parts, with the least size that its class has for them; () if it has none.
+    """Return a request's parts, with the next size of its class as the minimum; () without one.
 
-    A request that waits while its class gets other sizes may be between two of these.
+    The minimum of a request may lie between two sizes, if its class got other sizes meanwhile.
     """
     (part, *more), sizes = request.parts, request.class_state.sizes
     if more or part.named is not None or not sizes:

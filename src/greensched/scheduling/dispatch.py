@@ -44,8 +44,8 @@ class Dispatcher:
         #: with an error each, since the pool last took them.
         self.rejected: list[tuple[Request, Exception]] = []
         self.granted = self.rejections = self.expired = 0
-        #: When the next lease becomes one that may never end, among those whose executors requests
-        #: wait for since the last dispatch.
+        #: The next time at which a lease counts as one that may never end, of the leases that a
+        #: request without an executor has waited for since the last dispatch.
         self.long_at = math.inf
         self._held: dict[Hashable, list[Grant]] = {}
         #: Grants that were suspended. Their holders change too often to be kept in `_held`.
@@ -212,9 +212,10 @@ class Dispatcher:
         return None if device in request.held_devices else reservation
 
     def _delays(self, request: Request, first: Request, device: int, now: float) -> bool:
-        """Say whether a policy sizes a request, and then a waiting one would not fit beside it.
+        """Say whether a request that the policy sizes would leave too little for a waiting one.
 
-        Lower classes' leases of known duration count, too: the others give way to the waiting one.
+        Leases of lower classes with a known duration count, too. Others give way to the waiting
+        request.
         """
         if self.policy.size is None:
             return False

@@ -73,8 +73,8 @@ class SizingView:
         beside: The SMs left for it once every other elastic lease has reached a checkpoint. A lease
             of a lower class then keeps its minimum, any other lease the size that this policy gives
             it.
-        spare: The most SMs with which the next queued request fits beside it on an otherwise idle
-            device. Without such a request it is all, or 0 if there is no other lease either.
+        spare: The most SMs that it can have so that the next queued request still fits beside it on
+            an otherwise idle device. Without such a request: all, or 0 if there is no other lease.
     """
 
     sizes: tuple[int, ...]
@@ -161,11 +161,11 @@ class Policy(Protocol):
 
         def size(self, request: RequestView, view: SizingView) -> tuple[int, int]
 
-    The minimum and maximum of SMs that an elastic request should have now. Called whenever the
-    request is tried, and at each checkpoint of its lease. It is not granted less than that minimum,
-    except from its own reserve, and gives back SMs above that maximum. Without this method the
-    request's own sizes apply, and a lease at a checkpoint gives back SMs above its minimum while
-    others wait.
+    The smallest and the largest number of SMs that an elastic request should have now. Called
+    whenever the request is tried, and at each checkpoint of its lease. The request is granted fewer
+    than the first only from its own reserve, and the lease gives back SMs above the second. Without
+    this method the request's own sizes apply, and a lease at a checkpoint gives back SMs above its
+    minimum while others wait.
     """
 
     def rank(self, request: RequestView) -> tuple[float, ...]:

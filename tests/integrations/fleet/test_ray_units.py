@@ -475,7 +475,7 @@ def test_batches_are_handled_in_their_order() -> None:
 
 
 def test_an_early_batch_of_a_closed_client_is_not_handled() -> None:
-    """Nobody would end its jobs and sessions: not even if its turn came just before the end."""
+    """Its jobs and sessions would never end. It is not handled even if its turn has just come."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         opens = protocol.Message("open", 1, sms=8)

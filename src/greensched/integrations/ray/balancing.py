@@ -30,8 +30,9 @@ def choose(
 
     Args:
         pools: the candidates.
-        sms: the minimum of SMs that the job needs. held: the bytes of the job's arguments on each
-        node. chance: the source of randomness.
+        sms: the smallest number of SMs that the job can run on.
+        held: the bytes of the job's arguments on each node.
+        chance: the source of randomness.
 
     Returns:
         None if no candidate is open and large enough.

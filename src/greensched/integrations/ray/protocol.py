@@ -250,7 +250,7 @@ def is_async_job(function: Callable[..., Any]) -> bool:
 
 
 def least_sms(sms: object) -> int:
-    """Return the minimum of SMs that satisfies a size.
+    """Return the smallest number of SMs that satisfies a size.
 
     Raises:
         InvalidSize: It is not a size.

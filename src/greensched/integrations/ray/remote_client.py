@@ -54,7 +54,7 @@ class RemoteClient:
         #: The functions by digest, each with whether it is awaited.
         self._functions: dict[bytes, tuple[Callable[..., Any], bool]] = {}
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
-        #: Those that were cancelled here: their outcomes are known, or wanted no longer.
+        #: The jobs that were cancelled here: their outcomes were sent, or are no longer wanted.
         self._cancelled: set[int] = set()
         self._is_closed = False
         self._sessions: dict[int, _Session] = {}
@@ -122,7 +122,7 @@ class RemoteClient:
 
     def fail(self, error: BaseException) -> None:
         """Fail every job with this error, even jobs that cannot be stopped."""
-        for number in [one for one in self._tasks if one not in self._cancelled]:
+        for number in [number for number in self._tasks if number not in self._cancelled]:
             self._cancel(number)
             self._add_outcome(protocol.failure(number, error, has_begun=True))
 
