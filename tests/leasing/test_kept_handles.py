@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -10,10 +11,10 @@ import anyio
 import pytest
 
 import greensched
-from greensched import ALL, REST, LaunchConfig, Pool
+from greensched import ALL, REST, ContextOptions, Device, LaunchConfig, Pool
 from greensched.driver import simulated
 from greensched.driver.kept_handles import KeptContext, KeptHandles
-from greensched.driver.simulated import Crash, SimulatedDriver
+from greensched.driver.simulated import Crash, Fail, SimulatedDriver
 from greensched.kernels import spin
 from greensched.typing import CaptureMode
 from helpers.small_executors import one_cell_executors
@@ -58,6 +59,22 @@ def driver() -> Any:
     yield driver
     assert not driver.live()
     driver.close()
+
+
+def test_a_context_that_could_not_be_closed_is_closed_with_its_device(
+    driver: SimulatedDriver,
+) -> None:
+    """It is kept for the next pool, and does not warn, even if nothing else refers to it."""
+    device = Device(driver=driver)
+    options = ContextOptions(resources=[device.resources.sm])
+    context = device.lend_context((False, 1, False), options)
+    driver.script.add(Fail("current", driver.script.calls["current"] + 1))
+    with pytest.raises(greensched.CUDAError, match="current"):
+        context.close()
+    del context
+    gc.collect()
+    device.close()
+    assert driver.kept.cells(0, (False, 0, False)) == [1]
 
 
 def test_a_library_can_use_a_stream_after_its_pool_has_closed(driver: SimulatedDriver) -> None:

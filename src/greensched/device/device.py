@@ -58,6 +58,9 @@ class Device(Uncopyable):
         self._primary: Context | None = None
         #: Existing green contexts made here, which are closed before the primary.
         self._greens: WeakSet[Context] = WeakSet()
+        #: Those that executors use, kept alive until they are closed: `close` tries again where
+        #: closing one failed.
+        self._lent: dict[KeptContext, Context] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -172,11 +175,13 @@ class Device(Uncopyable):
         kept = driver.kept.take(self.ordinal, key) or self._create_green(options)
 
         def give_back() -> None:
+            del self._lent[kept]
             driver.synchronize_context(kept.handle)  # if this raised at close, it raises again
             if self.health.failure is None:
                 driver.kept.put(self.ordinal, key, kept)
 
-        return self._green(kept, give_back, kept.streams)
+        context = self._lent[kept] = self._green(kept, give_back, kept.streams)
+        return context
 
     def _create_green(self, options: ContextOptions) -> KeptContext:
         driver = self.primary.driver  # retains it first, so that a closed device raises
