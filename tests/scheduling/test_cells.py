@@ -110,6 +110,19 @@ def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
     assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
 
 
+@given(devices(), st.integers(1, 40))
+def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int) -> None:
+    """Sizes rise from the smallest with at least so many SMs, in steps of a cell."""
+    possible_sizes = [
+        sms(cells, mask) for mask in subsets(cells.full_mask) if possible(cells, mask)
+    ]
+    sizes = cells.sizes_from(least)
+    smallest = min((n for n in possible_sizes if n >= least), default=cells.total)
+    assert min((*sizes, cells.total)) == smallest
+    assert sorted({*sizes}) == list(sizes)
+    assert {n for n in sizes[1:] if n % cells.size} == set()
+
+
 def test_a_short_menu_has_what_moves_a_border() -> None:
     """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
     fine = DeviceCells(size=2, count=66)

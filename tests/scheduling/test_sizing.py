@@ -245,6 +245,36 @@ def test_nobody_waits_for_what_is_never_given_back() -> None:
     assert (bulk.sms, decode.grants[0].sms) == (8, 124)
 
 
+@pytest.mark.parametrize(("least", "joins"), [(36, True), (2, False)])
+def test_a_request_that_fits_only_with_the_remainder_beside_a_reserve_is_granted(
+    least: int, joins: bool
+) -> None:
+    """Its smallest partition has the remainder, and cells of the reserve cannot be borrowed."""
+    cells = DeviceCells(size=8, count=5, remainder=4, joins=joins)
+    reserve = 8 if joins else 40
+    owner = ServiceClass("owner", reserve=reserve, max_wait_for_reserve=0.05)
+    bulk = ServiceClass("bulk", preemptible=True)
+    scheduler = Scheduler([cells], Sized(), 10, services=(owner, bulk))
+    request = scheduler.request(0.0, (SizeRange(least, 44),), service="bulk")
+    assert [grant.sms for grant in request.grants] == [36 if joins else 4]
+
+
+def test_an_aged_request_does_not_wait_for_cells_that_a_reserve_keeps() -> None:
+    """A policy asks for the whole device, of which a reserve is lent only until a checkpoint."""
+
+    class Most(Own):
+        def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
+            return view.sizes[-1], view.sizes[-1]
+
+    owner = ServiceClass("owner", reserve=40, max_wait_for_reserve=0.05)
+    bulk = ServiceClass("bulk", preemptible=True)
+    scheduler = Scheduler([CELLS], Most(), 10, services=(owner, bulk))
+    request = scheduler.request(0.0, (SizeRange(8, 132),), service="bulk")
+    assert scheduler.tick(0.010)[0] == []
+    assert scheduler.tick(0.020)[0] == [request]
+    assert request.grants[0].sms == 132 - 40
+
+
 @pytest.mark.parametrize("quiet", [0.0, 0.1])
 @pytest.mark.parametrize("cells", [CELLS, EVEN, FINE])
 @pytest.mark.parametrize("seed", range(5))

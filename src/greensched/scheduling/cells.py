@@ -141,6 +141,14 @@ class DeviceCells:
         with_remainder = self.remainder + more * self.size if self.remainder <= most else 0
         return max(min(most // self.size, self.count) * self.size, with_remainder)
 
+    def sizes_from(self, least: int) -> tuple[int, ...]:
+        """Return the SMs of the smallest partition with at least this many, and of more cells."""
+        fewest, beside = self.cells_for(least) * self.size, self._beside_remainder(least)
+        sizes = tuple(range(fewest, self.total, self.size))
+        if beside is None or (smaller := self.remainder + beside * self.size) >= fewest:
+            return sizes
+        return smaller, *sizes
+
     def largest_within(self, mask: int) -> int:
         """Return the SMs of the largest partition that a set of cells can form."""
         if self.possible(mask):

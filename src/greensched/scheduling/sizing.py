@@ -45,7 +45,7 @@ def target_size(
     """
     (part,), cells = request.parts, allocator.devices[device]
     most = max(part.least, cells.largest(allocator.most_now(request, device, grant)))
-    sizes = request.class_state.sizes or range(0, most, cells.size)
+    sizes = request.class_state.sizes or cells.sizes_from(part.least)
     sizes = tuple(n for n in sizes if part.least <= n < most)
     claims = _Claims(cells, request, grant)
     for other in allocator.grants[device]:
@@ -67,7 +67,9 @@ def target_size(
     if part.least <= reserve == state.reserve_cells * cells.size:
         least = min(least, reserve)
     if is_aged:
-        least = min(least, cells.largest(max(0, cells.total - claims.kept)))
+        count, _ = reservations.available_for(cells.count, request, request.fewest)
+        free = count * cells.size + cells.remainder - claims.kept
+        least = min(least, cells.largest(max(0, free)))
     least = max(part.least, min(least, most))
     return SizeRange(least, min(max(upto, least), most))
 
