@@ -120,6 +120,21 @@ def test_a_turn_begins_when_the_work_before_it_ends(run: Any) -> None:
         run(main, Hang("spin", 3))
 
 
+def test_a_lease_forgets_the_jobs_of_the_lease_before_it(run: Any) -> None:
+    """An executor holds the names of the jobs of one lease: those of all leases would be 512."""
+
+    async def main(driver: Any) -> None:
+        pool = await opened(driver)
+        for _ in range(3):
+            async with pool.partition(8, duration=1.0) as p:  # with a duration it is not cached
+                await p.launch(ONE, spin, 1000)
+        executors = pool._lifecycle.manager().device_pools[0].executors.values()
+        assert sum(len(executor.recent_jobs) for executor in executors) == 1
+        await pool.aclose()
+
+    run(main)
+
+
 def test_an_executor_returns_when_its_work_ends(run: Any) -> None:
     """A kernel that ends late gives its SMs back, and its job has its result after all."""
 

@@ -77,7 +77,7 @@ class Executor:
         self.is_leased = False
         #: What hangs on this executor now, or None; see `leasing.watchdog`.
         self.hang: DeviceHung | None = None
-        #: The streams, tickets and names of its latest jobs, for a watchdog that names jobs.
+        #: Stream, ticket and name of its lease's latest jobs, for a watchdog that names jobs.
         self.recent_jobs: deque[tuple[TicketedStream, int, str]] = deque(maxlen=2 * DEPTH)
         self._words = words
         self._staging = staging

@@ -174,6 +174,7 @@ class Lease:
         The caller then calls `move_bound_launches`, outside the pool's lock.
         """
         self.executor = executor
+        executor.recent_jobs.clear()  # those of earlier leases are done
         self._first_ticket = executor.launch_stream.issued
         #: Whether libraries may have work on the green context that has no ticket, because they
         #: were given its stream or the context itself.

@@ -260,7 +260,7 @@ class Watchdog:
         executor = stream.owner
         assert isinstance(executor, Executor)
         grant = None if lease is None else lease.grant
-        left = [job for job in executor.recent_jobs if not job[0].reached(job[1])]
+        left = [job for job in executor.recent_jobs.copy() if not job[0].reached(job[1])]
         own = [name for owner, _, name in left if owner is stream]
         ahead = None if turn.ahead is None else turn.ahead[0].hang
         work = own[0] if own else ""
