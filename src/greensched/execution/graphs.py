@@ -17,7 +17,6 @@ from greensched.device.buffers import Buffer, Closable, PinnedBuffer
 from greensched.device.foreign_arrays import ForeignArray
 from greensched.driver.types import ExecutableHandle, GraphHandle
 from greensched.errors import Closed, CUDAError, InvalidCapture, InvalidRequest, WrongDevice
-from greensched.execution import calls
 from greensched.execution.completion_poller import CAPTURE_STATUSES
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
@@ -130,7 +129,7 @@ class Graph(Closable):
             return self
 
         captured = _CapturedGraph(lease)
-        return calls.submit_call(lease, capture, self._args, dict(self._kwargs))
+        return lease.call(capture, self._args, dict(self._kwargs))
 
     def _capture_again(self, lease: Lease) -> _CapturedGraph:
         """Capture the graph on another executor."""
@@ -139,7 +138,7 @@ class Graph(Closable):
             captured.create(partial(function, *args, **kwargs), self._check_uses)
 
         function, captured = self._function, _CapturedGraph(lease)
-        captured.capture_job = calls.submit_call(lease, capture, self._args, dict(self._kwargs))
+        captured.capture_job = lease.call(capture, self._args, dict(self._kwargs))
         others = {
             executor: captured
             for executor, captured in self._captured.items()
@@ -315,14 +314,6 @@ class _CapturedGraph:
             raise error
         stream.health.check()
         self.executor.launch_stream.order_behind(stream)
-
-
-def capture(
-    lease: Lease, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Job[Graph]:
-    """See `Partition.capture`."""
-    calls.check_blocking(fn)
-    return Graph(lease.ordinal, fn, args, kwargs).capture(lease)
 
 
 def _invalidated(error: CUDAError) -> InvalidCapture:

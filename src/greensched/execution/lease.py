@@ -17,10 +17,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
+from functools import partial
+from inspect import CO_COROUTINE
+from types import FunctionType
 from typing import Any, Final, Protocol, TypeVar
 
 from greensched._asynclib import get_ident
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
+from greensched.device.buffers import Buffer, PinnedBuffer
 from greensched.device.device import Device
 from greensched.device.quota import MemoryQuota
 from greensched.device.staging import StagingPool
@@ -35,14 +39,14 @@ from greensched.errors import (
     WouldBlock,
     wrong_thread,
 )
-from greensched.execution.call_context import CallContext
+from greensched.execution.call_context import CallContext, CallWrapper, hooks
 from greensched.execution.completion_poller import CompletionPoller
 from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.lease_drain import LeaseDrain
 from greensched.execution.submission import Dependencies, Uses, find_dependencies
-from greensched.execution.worker_calls import drop_capture
+from greensched.execution.worker_calls import check_blocking, drop_capture
 from greensched.kernels import Abandonment
 from greensched.records import Done, Recorder, Submitted
 from greensched.scheduling.requests import Grant
@@ -388,6 +392,42 @@ class Lease:
         poller = self.poller
         if stream not in poller.pending:
             poller.watch(stream)
+        if self.recorder.notes_jobs:
+            self.record(job)
+        return job
+
+    def call(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[T]:
+        """See `Partition.run`."""
+        # Recognise the usual case without a call: a plain function, not a coroutine function.
+        if type(fn) is not FunctionType or fn.__dict__ or fn.__code__.co_flags & CO_COROUTINE:
+            check_blocking(fn)
+        executor, poller = self.executor, self.poller
+        stream = executor.call_stream
+        if not self.has_room(stream):
+            raise WouldBlock("too many calls are in flight: `await p.drain()` first")
+        values = (*args, *kwargs.values()) if kwargs else args
+        uses = [(a, True) for a in values if isinstance(a, (Buffer, PinnedBuffer))]
+        for buffer, _ in uses:
+            buffer.check(self.ordinal)
+        where = self.call_context
+        wrappers: list[CallWrapper] = []
+        if hooks:
+            wrappers = [wrap for hook in hooks if (wrap := hook(where, values)) is not None]
+        call: Callable[[], T] = partial(fn, *args, **kwargs) if values else fn
+        for wrap in wrappers:
+            call = partial(wrap, call)
+        if uses:
+            call = partial(_call_in_order, stream, self.dependencies(stream, uses), call)
+        name = getattr(fn, "__name__", None)  # an object may have any value there
+        ticket = stream.issue()
+        for buffer, write in uses:
+            buffer.record_use(stream, ticket, write=write)
+        job: Job[T] = Job(stream, ticket, name if isinstance(name, str) else "run", self)
+        if wrappers:  # the libraries' work may outlast the call
+            stream.keep(ticket, values)
+        self.has_called = True
+        poller.watch(stream)
+        executor.calls.submit(call, job, poller, where)
         if self.recorder.notes_jobs:
             self.record(job)
         return job
@@ -747,3 +787,9 @@ class Lease:
             if ticket > self._first_ticket:  # other tickets belong to earlier leases
                 errors.append(error)
         return next((error for error in errors if error is not None), None)
+
+
+def _call_in_order(stream: TicketedStream, dependencies: Dependencies, call: Callable[[], T]) -> T:
+    """Call a function after the work that uses its buffers."""
+    dependencies.order_before(stream)
+    return call()

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from greensched._asynclib import is_coroutine_function
 from greensched.context import Context
 from greensched.device.health import DeviceHealth
 from greensched.device.streams import Event
 from greensched.device.tickets import TicketedStream
 from greensched.driver.interface import Driver
-from greensched.errors import CUDAError, DeviceFault
+from greensched.errors import CUDAError, DeviceFault, InvalidRequest
 from greensched.execution.call_context import CallContext, running_call
 from greensched.execution.completion_poller import PASSING_STATUSES, CompletionPoller
 from greensched.execution.jobs import Job
@@ -299,3 +300,17 @@ def _find_sniffio() -> ContextVar[Any] | None:
     global _sniffio_variable
     _sniffio_variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
     return _sniffio_variable
+
+
+def check_blocking(fn: object) -> None:
+    """Refuse objects that the worker thread cannot call.
+
+    Raises:
+        InvalidRequest: It is not callable, or is a coroutine function.
+    """
+    if not callable(fn):
+        raise InvalidRequest(f"p.run takes a function, not {type(fn).__name__}: {fn!r}")
+    if is_coroutine_function(fn):
+        raise InvalidRequest(
+            f"{fn!r} is a coroutine function: await it here; p.run calls blocking functions"
+        )

@@ -17,7 +17,7 @@ from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
 from greensched.device.streams import Stream
 from greensched.errors import InvalidArray, InvalidRequest, PartitionClosed, WouldBlock
-from greensched.execution import calls, copies, graphs, launches
+from greensched.execution import copies, launches
 from greensched.execution.bound_launch import BoundLaunch
 from greensched.execution.call_context import CallContext
 from greensched.execution.graphs import Graph
@@ -25,6 +25,7 @@ from greensched.execution.jobs import Job
 from greensched.execution.lease import Lease
 from greensched.execution.prefetch import Prefetcher
 from greensched.execution.progress import ProgressCallback
+from greensched.execution.worker_calls import check_blocking
 from greensched.kernels import Kernel
 from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
@@ -517,7 +518,7 @@ class Partition(AsyncBlock):
         (`greensched.integrations.torch`, for example), sets the library's current stream;
         `current_call()` describes the SMs and the stream.
         """
-        return calls.submit_call(self._ready_lease(), fn, args, kwargs)
+        return self._ready_lease().call(fn, args, kwargs)
 
     def capture(self, fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Job[Graph]:
         """Capture the work of a function as a CUDA graph, which can be launched repeatedly.
@@ -538,7 +539,9 @@ class Partition(AsyncBlock):
         Cancelling a task that awaits the job stops only the waiting; the graph is then closed as
         soon as it is made.
         """
-        return graphs.capture(self._ready_lease(), fn, args, kwargs)
+        lease = self._ready_lease()
+        check_blocking(fn)
+        return Graph(lease.ordinal, fn, args, kwargs).capture(lease)
 
     def keep_alive(self, *objects: object) -> Job[None]:
         """Keep objects alive until the device has done the work submitted here so far.
@@ -553,7 +556,9 @@ class Partition(AsyncBlock):
         """
         lease = self._own_lease()
         lease.check_pool()
-        return calls.keep_alive(lease, objects)
+        lease.check_capture()
+        stream = lease.launch_stream
+        return lease.submit("keep_alive", lambda ticket: stream.keep(ticket, objects))
 
     @property
     def call(self) -> CallContext:
@@ -582,7 +587,19 @@ class Partition(AsyncBlock):
         job stops only the waiting: the value is made and kept. After a device fault, or over work
         that does not end, nothing is closed.
         """
-        return calls.local(self._ready_lease(), factory)
+        lease = self._ready_lease()
+        check_blocking(factory)
+        values = lease.executor.locals
+        try:
+            is_made = values.has(factory)
+        except TypeError:
+            raise InvalidRequest(f"{factory!r} is not hashable: give a function") from None
+        if not is_made:
+            return lease.call(values.get, (factory,), {})
+        # Ticket 0 is always reached.
+        job: Job[T] = Job(lease.executor.call_stream, 0, "local", lease)
+        job._set_result(values.get(factory))
+        return job
 
     # -- waiting for capacity ----------------------------------------------------------------------
 

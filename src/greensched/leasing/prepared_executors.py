@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from greensched.errors import InvalidRequest
-from greensched.execution.calls import check_blocking
 from greensched.execution.progress import ProgressCallback
+from greensched.execution.worker_calls import check_blocking
 from greensched.leasing.partition import Partition
 from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
