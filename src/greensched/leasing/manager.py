@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 import anyio
@@ -43,12 +42,10 @@ from greensched.execution.executor import Executor
 from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.decision_reads import DecisionReads
-from greensched.leasing.device_loss import device_lost, first_fault
 from greensched.leasing.device_pool import DevicePool, index_of
 from greensched.leasing.holders import HolderWatch, place
 from greensched.leasing.lease_cache import LeaseCache
 from greensched.leasing.lease_records import LeaseRecords
-from greensched.leasing.memory_quotas import update_quotas
 from greensched.leasing.missing_executors import MissingExecutors
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.pool_statistics import LeaseInfo, PoolStatistics, collect_statistics
@@ -61,7 +58,7 @@ from greensched.leasing.requests import (
     notify,
     refuse,
 )
-from greensched.leasing.watchdog import ExitPolicy, Watchdog
+from greensched.leasing.watchdog import ExitPolicy, Watchdog, end_process
 from greensched.records import Record, Recorder, Refused, holder_name
 from greensched.scheduling import user_code
 from greensched.scheduling.allocator import Placement
@@ -170,13 +167,13 @@ class LeaseManager:
             device_pool.prebuild_homes(scheduler.home_masks(index))
             for mask in device_pool.executors:
                 ready.setdefault(mask.bit_count(), {})[mask] = None
-        update_quotas(self._quotas, services)
+        self._set_quotas(services)
         with self.lock:
             self.device_pools, self.scheduler = tuple(device_pools), scheduler
             self.records.device_pools = self.device_pools
             self.watchdog.set_services_locked(services)
             for device_pool in device_pools:
-                device_pool.device.health.on_failure = partial(device_lost, self)
+                device_pool.device.health.on_failure = self.device_lost
             if self.state is PoolState.OPENING:  # otherwise it is closed as soon as it is open
                 self.state = OPEN
                 self.cache.open_locked(scheduler, self._time)
@@ -525,13 +522,21 @@ class LeaseManager:
                 raise self.refusal()
             granted = self.scheduler.reconfigure(self._time(), services, policy)
             if services is not None:
-                update_quotas(self._quotas, services)
+                self._set_quotas(services)
                 self.watchdog.set_services_locked(services)
                 for index, device_pool in enumerate(self.device_pools):
                     homes = self.scheduler.home_masks(index)
                     missing = [m for m in homes if m not in device_pool.executors]
                     self.scheduler.missing_executors.update({(index, m): None for m in missing})
         self.notify_granted(granted)
+
+    def _set_quotas(self, services: Sequence[ServiceClass]) -> None:
+        """Set each class's memory quota. A class whose quota was removed is still counted."""
+        for service in services:
+            if service.name in self._quotas:
+                self._quotas[service.name].most = service.memory_bytes
+            elif service.memory_bytes is not None:
+                self._quotas[service.name] = MemoryQuota(service.name, service.memory_bytes)
 
     def observe(self, service: str, latency: float, count: int) -> None:
         """Report a latency of a class to the scheduler."""
@@ -750,7 +755,8 @@ class LeaseManager:
     @property
     def failure(self) -> BaseException | None:
         """The first device fault, or None."""
-        return first_fault(self.device_pools)
+        failures = (device_pool.device.health.failure for device_pool in self.device_pools)
+        return next((failure for failure in failures if failure is not None), None)
 
     def refusal(self) -> GreenschedError:
         """Return an error that says why the pool grants nothing."""
@@ -759,6 +765,31 @@ class LeaseManager:
         if self.state is FORKED:
             return ForkedPool("this pool")
         return PoolClosed("this pool", self.state.value)
+
+    def device_lost(self, error: BaseException) -> None:
+        """End the pool and all waits because of a device fault. Idempotent. From any thread.
+
+        Each later use of the pool raises `DeviceLost` with this cause; no CUDA call is made again.
+        """
+        with self.lock:
+            if self.failure is not None or self.state is PoolState.CLOSED:
+                return
+            self.state = PoolState.POISONED
+            self._stop_granting_locked(lambda: DeviceLost(error))
+            pollers = self.pollers.all_locked()
+            for device_pool in self.device_pools:
+                device_pool.device_failed(error)
+            leased = []
+            for lease in self.leases:
+                lease.close_bound_launches()
+                if not lease.grant.over:
+                    holder = lease.holder or holder_name(lease.grant.holder)
+                    leased.append(f"{holder} ({lease.grant.sms} SMs)")
+        self._refuse_closed()
+        for poller in pollers:
+            poller.kick_threadsafe()
+        self.records.lost(error, sorted(leased))
+        end_process(self.exit_policy)
 
     def forked(self, lock: threading.RLock) -> None:
         """Refuse everything in a forked child, without a lock that the parent may have held."""
@@ -777,13 +808,13 @@ class LeaseManager:
         """Grant nothing more, and refuse queued requests."""
         with self.lock:
             if self.state is OPEN:
-                self.stop_granting_locked(lambda: PoolClosed("this pool", "closing"))
+                self._stop_granting_locked(lambda: PoolClosed("this pool", "closing"))
             if self.state in (PoolState.OPENING, OPEN):
                 self.state = PoolState.CLOSING
-        self.refuse_closed()
+        self._refuse_closed()
 
-    def stop_granting_locked(self, error: Callable[[], Exception]) -> None:
-        """Reclaim cached leases and empty the queue. The caller then calls `refuse_closed`.
+    def _stop_granting_locked(self, error: Callable[[], Exception]) -> None:
+        """Reclaim cached leases and empty the queue. The caller then calls `_refuse_closed`.
 
         Args:
             error: Makes the error of a request that waited.
@@ -795,9 +826,9 @@ class LeaseManager:
         self.cache.set_open_locked(False)
         self._refusing.append((self.scheduler.close(), error))
 
-    def refuse_closed(self) -> None:
+    def _refuse_closed(self) -> None:
         """Refuse the requests of a closed queue, `AT_ONCE` in each turn of a loop."""
-        while self._refuse_some() and not self.pollers.call_one(lambda _: self.refuse_closed()):
+        while self._refuse_some() and not self.pollers.call_one(lambda _: self._refuse_closed()):
             pass  # no open loop is left
         if not self._refusing and self._idle_waiters:
             self._wake_idle_waiters()
