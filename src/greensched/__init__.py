@@ -74,68 +74,43 @@ if TYPE_CHECKING:
 
     __version__: str
 
-#: The module of each public name.
-_EXPORTS = {
-    "ALL": "typing",
-    "BoundLaunch": "execution.bound_launch",
-    "Buffer": "device.buffers",
-    "CacheConfig": "typing",
-    "CallContext": "execution.call_context",
-    "Cancelled": "records",
-    "CloseReport": "leasing.pool_state",
-    "Context": "context",
-    "ContextFlags": "typing",
-    "ContextOptions": "device.resources",
-    "Device": "device.device",
-    "DeviceResources": "device.resources",
-    "Done": "records",
-    "Drained": "records",
-    "Durations": "scheduling.histogram",
-    "Event": "device.streams",
-    "ExecutorInfo": "leasing.prepared_executors",
-    "Expired": "records",
-    "Granted": "records",
-    "Graph": "execution.graphs",
-    "Job": "execution.jobs",
-    "Kernel": "kernels",
-    "LatencyCurve": "leasing.latency",
-    "LaunchConfig": "device.launch",
-    "LeaseInfo": "leasing.pool_statistics",
-    "Lent": "records",
-    "Lost": "records",
-    "Partition": "leasing.partition",
-    "PinnedBuffer": "device.buffers",
-    "Pool": "pool",
-    "PoolState": "leasing.pool_state",
-    "PoolStatistics": "leasing.pool_statistics",
-    "Prefetcher": "execution.prefetch",
-    "Program": "kernels",
-    "Queued": "records",
-    "REST": "typing",
-    "Reclaimed": "records",
-    "Record": "records",
-    "Refused": "records",
-    "Released": "records",
-    "Requested": "records",
-    "Resized": "records",
-    "SMResource": "device.resources",
-    "SMResourceOptions": "device.splitting",
-    "ServiceClass": "scheduling.services",
-    "ServiceStatistics": "scheduling.statistics",
-    "Snapshot": "observability.snapshot",
-    "SplitPreview": "leasing.preview",
-    "Stream": "device.streams",
-    "Submitted": "records",
-    "SyncPartition": "leasing.sync",
-    "SyncPool": "leasing.sync",
-    "Trace": "observability.trace",
-    "WorkqueueResource": "device.resources",
-    "WorkqueueResourceOptions": "device.resources",
-    "call_context": "execution.call_context",
-    "current_call": "execution.call_context",
-    "launch": "device.launch",
-    "register_call_hook": "execution.call_context",
+#: The public names of each module.
+_NAMES = {
+    "context": "Context",
+    "device.buffers": "Buffer PinnedBuffer",
+    "device.device": "Device",
+    "device.launch": "LaunchConfig launch",
+    "device.resources": (
+        "ContextOptions DeviceResources SMResource WorkqueueResource WorkqueueResourceOptions"
+    ),
+    "device.splitting": "SMResourceOptions",
+    "device.streams": "Event Stream",
+    "execution.bound_launch": "BoundLaunch",
+    "execution.call_context": "CallContext call_context current_call register_call_hook",
+    "execution.graphs": "Graph",
+    "execution.jobs": "Job",
+    "execution.prefetch": "Prefetcher",
+    "kernels": "Kernel Program",
+    "leasing.latency": "LatencyCurve",
+    "leasing.partition": "Partition",
+    "leasing.pool_state": "CloseReport PoolState",
+    "leasing.pool_statistics": "LeaseInfo PoolStatistics",
+    "leasing.prepared_executors": "ExecutorInfo",
+    "leasing.preview": "SplitPreview",
+    "leasing.sync": "SyncPartition SyncPool",
+    "observability.snapshot": "Snapshot",
+    "observability.trace": "Trace",
+    "pool": "Pool",
+    "records": (
+        "Cancelled Done Drained Expired Granted Lent Lost Queued Reclaimed Record Refused Released "
+        "Requested Resized Submitted"
+    ),
+    "scheduling.histogram": "Durations",
+    "scheduling.services": "ServiceClass",
+    "scheduling.statistics": "ServiceStatistics",
+    "typing": "ALL CacheConfig ContextFlags REST",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ERRORS = {
     name: value
     for name, value in vars(errors).items()
@@ -143,7 +118,7 @@ _ERRORS = {
 }
 globals().update(_ERRORS)
 
-__all__ = ["__version__", *_EXPORTS, *_ERRORS]  # noqa: PLE0604  names that `__getattr__` loads
+__all__ = ["__version__", *_MODULES, *_ERRORS]  # noqa: PLE0604  names that `__getattr__` loads
 
 
 def __getattr__(name: str) -> Any:
@@ -157,8 +132,8 @@ def __getattr__(name: str) -> Any:
             raise AttributeError("greensched has no __version__: it is not installed") from None
     elif name in ("typing", "driver", "kernels"):
         return import_module(f"greensched.{name}")
-    elif name in _EXPORTS:
-        value = getattr(import_module(f"greensched.{_EXPORTS[name]}"), name)
+    elif name in _MODULES:
+        value = getattr(import_module(f"greensched.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module 'greensched' has no attribute {name!r}")
     globals()[name] = value
