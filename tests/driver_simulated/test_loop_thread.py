@@ -156,6 +156,7 @@ def test_a_full_stream_is_refused(machine: Machine) -> None:
 
 
 def test_the_simulated_driver_has_every_driver_call() -> None:
-    """Each is a method of its own class, with the machine's checks in front."""
+    """Each is a method of one of its components, with the machine's checks in front."""
     assert not SimulatedDriver.__abstractmethods__
-    assert set(DRIVER_CALLS) <= set(vars(SimulatedDriver))
+    for name in DRIVER_CALLS:
+        assert hasattr(getattr(SimulatedDriver, name), "__wrapped__"), name

@@ -26,6 +26,8 @@ PERSISTING_PART = 0.75
 #: reports (docs/measurements/h200-580/resources.txt).
 PERSISTING_STEPS = 16
 PERSISTING_AT_FIRST = 3
+#: The least and the greatest priority, as an H200 reports (`device` of the probe).
+PRIORITIES = (0, -5)
 
 
 class Contexts(Component):
@@ -34,34 +36,11 @@ class Contexts(Component):
     # -- primary contexts ----------------------------------------------------------------------
 
     def retain_primary(self, device: int) -> ContextHandle:
-        machine = self.machine
-        machine.usable_device(device, "retain_primary")
-        with machine.timeline.lock:
-            if not machine.primary_users.get(device):
-                primary = Context(machine.register(device, "primary"), device)
-                primary.flags |= machine.primary_flags.get(device, ContextFlags.SCHED_AUTO)
-                machine.primaries[device] = machine.own(primary)
-            machine.primary_users[device] = machine.primary_users.get(device, 0) + 1
-            return ContextHandle(machine.primaries[device])
+        return ContextHandle(self.machine.retain_primary(device))
 
     def release_primary(self, device: int) -> None:
         """Remove a user. Refuse to remove the last one while its objects are alive."""
-        machine = self.machine
-        with machine.timeline.lock:
-            if not machine.primary_users.get(device):
-                raise from_status(201, "release_primary")
-            machine.primary_users[device] -= 1
-            if machine.primary_users[device]:
-                return
-            primary = machine.primaries.pop(device)
-            machine.memory[device].contexts = 0
-            machine.unregister(device, "primary")
-            primary.alive = False
-            left = machine.live_on(device)
-        if left and machine.devices[device].fault is None:
-            raise DriverMisuse(f"the primary context of device {device} ended with {left} alive")
-        if primary.threads:
-            raise DriverMisuse(f"{primary!r} ended while current on {list(primary.threads)}")
+        self.machine.release_primary(device)
 
     def primary_state(self, device: int) -> tuple[int, bool]:
         machine = self.machine
@@ -149,9 +128,8 @@ class Contexts(Component):
         self.machine.wait_for(work, device, "synchronize_context")
 
     def priority_range(self) -> tuple[int, int]:
-        """Return (least, greatest), as an H200 reports (`device` of the probe)."""
         self.machine.current_device("priority_range")
-        return 0, -5
+        return PRIORITIES
 
     def _owner(self, what: str) -> tuple[Context, DeviceState]:
         """Return the context with the current context's settings, and its device.

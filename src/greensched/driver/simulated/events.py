@@ -75,7 +75,7 @@ class Events(Component):
         self.machine.usable_device(target.context.device, "query_event")
         if target.captured is not None:  # an H200 invalidates it, too
             target.captured.spoilt = True
-        self.uncaptured(event, "query_event")
+        self.machine.uncaptured(event, "query_event")
         self.machine.refuse_during_capture("query_event")
         done = target.signal is None or target.signal.done
         if done:
@@ -93,7 +93,7 @@ class Events(Component):
         target.raise_error()
 
     def elapsed(self, start: EventHandle, end: EventHandle) -> float:
-        events = [self.uncaptured(e, "elapsed") for e in (start, end)]
+        events = [self.machine.uncaptured(e, "elapsed") for e in (start, end)]
         for event in events:
             self.machine.usable_device(event.context.device, "elapsed")
         signals = [e.signal for e in events if e.timing and e.signal is not None]
@@ -102,14 +102,3 @@ class Events(Component):
         if not all(signal.done for signal in signals):
             raise from_status(600, "elapsed")
         return (signals[1].time - signals[0].time) / 1e9
-
-    def uncaptured(self, handle: EventHandle, what: str) -> Event:
-        """Return an event that recorded work, and is not part of a graph.
-
-        A real stream that waits for an event in a capture joins the capture; the simulated one
-        refuses. Once the capture has ended, the event counts as never recorded, as on an H200.
-        """
-        event = self.machine.expect(handle, Event, what)
-        if event.captured is not None:
-            raise from_status(907 if event.captured in self.machine.captures else 1, what)
-        return event

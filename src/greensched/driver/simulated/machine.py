@@ -7,6 +7,7 @@ a real driver returns a status, the simulated one returns it, too.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,13 +15,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from greensched._asynclib import in_event_loop
-from greensched.driver.blocking import Blocking, CallTraits
+from greensched.driver.blocking import DRIVER_CALLS, Blocking, CallTraits
+from greensched.driver.interface import Driver
 from greensched.driver.simulated.address_space import AddressSpace, DeviceMemory
 from greensched.driver.simulated.device_models import DeviceModel
 from greensched.driver.simulated.faults import Fault, FaultScript
 from greensched.driver.simulated.handles import (
     Capture,
     Context,
+    Event,
     Handle,
     Node,
     SimulatedStream,
@@ -28,7 +31,7 @@ from greensched.driver.simulated.handles import (
 )
 from greensched.driver.simulated.timeline import DeviceState, Signal, StreamQueue, Timeline
 from greensched.driver.status import from_status
-from greensched.driver.types import Mailbox, StreamHandle
+from greensched.driver.types import EventHandle, Mailbox, StreamHandle
 from greensched.errors import DriverMisuse, LoopWouldBlock, NotSupported
 from greensched.typing import CaptureMode, ContextFlags, Feature
 
@@ -259,6 +262,37 @@ class Machine:
         context.children -= context.own
         self.unregister(OWN if context.own else context.device, kind)
 
+    # -- primary contexts ----------------------------------------------------------------------
+
+    def retain_primary(self, device: int) -> Context:
+        """Add a user to a device's primary context."""
+        self.usable_device(device, "retain_primary")
+        with self.timeline.lock:
+            if not self.primary_users.get(device):
+                primary = Context(self.register(device, "primary"), device)
+                primary.flags |= self.primary_flags.get(device, ContextFlags.SCHED_AUTO)
+                self.primaries[device] = self.own(primary)
+            self.primary_users[device] = self.primary_users.get(device, 0) + 1
+            return self.primaries[device]
+
+    def release_primary(self, device: int) -> None:
+        """Remove a user. Refuse to remove the last one while its objects are alive."""
+        with self.timeline.lock:
+            if not self.primary_users.get(device):
+                raise from_status(201, "release_primary")
+            self.primary_users[device] -= 1
+            if self.primary_users[device]:
+                return
+            primary = self.primaries.pop(device)
+            self.memory[device].contexts = 0
+            self.unregister(device, "primary")
+            primary.alive = False
+            left = self.live_on(device)
+        if left and self.devices[device].fault is None:
+            raise DriverMisuse(f"the primary context of device {device} ended with {left} alive")
+        if primary.threads:
+            raise DriverMisuse(f"{primary!r} ended while current on {list(primary.threads)}")
+
     # -- captures ------------------------------------------------------------------------------
 
     def refuse_during_capture(self, what: str) -> None:
@@ -294,6 +328,17 @@ class Machine:
         if capture is not None:
             self.captures.discard(capture)
         return capture
+
+    def uncaptured(self, handle: EventHandle, what: str) -> Event:
+        """Return an event that recorded work, and is not part of a graph.
+
+        A real stream that waits for an event in a capture joins the capture; the simulated one
+        refuses. Once the capture has ended, the event counts as never recorded, as on an H200.
+        """
+        event = self.expect(handle, Event, what)
+        if event.captured is not None:
+            raise from_status(907 if event.captured in self.captures else 1, what)
+        return event
 
     # -- work and waiting ----------------------------------------------------------------------
 
@@ -369,11 +414,28 @@ class Machine:
                 self.clock.changed()
 
 
-class Component:
+class Component(Driver):
     """A group of driver calls that keep their state in the machine."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    machine: Machine
+
+    def __init_subclass__(cls) -> None:
+        """Precede each driver call with the machine's checks."""
+        for name, traits in DRIVER_CALLS.items():
+            if name in vars(cls):
+                setattr(cls, name, _checked(vars(cls)[name], traits))
+
+
+def _checked(method: Callable[..., Any], traits: CallTraits) -> Callable[..., Any]:
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Component, *args: Any, **kwargs: Any) -> Any:
+        self.machine.check_call(name, traits)
+        return method(self, *args, **kwargs)
+
+    call.__doc__ = method.__doc__ or getattr(Driver, name).__doc__
+    return call
 
 
 def check_fault(device: DeviceState, what: str) -> None:

@@ -77,15 +77,18 @@ class Memory(Component):
         check_fault(device, "destroy_memory_pool")
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Say whether both devices are of one model that has a link between devices."""
-        model, peer_model = (self.machine.device(ordinal).model for ordinal in (device, peer))
-        return device != peer and model == peer_model and model.peer_bandwidth > 0
+        return self._are_linked(device, peer)
 
     def share_memory_pool(self, pool: MemoryPoolHandle, device: int) -> None:
         memory_pool = self._pool(pool, "share_memory_pool")
-        if not self.can_access_peer(device, memory_pool.device):
+        if not self._are_linked(device, memory_pool.device):
             raise from_status(101, "share_memory_pool", detail=f"for device {device}")
         memory_pool.peers.add(device)
+
+    def _are_linked(self, device: int, peer: int) -> bool:
+        """Say whether both devices are of one model that has a link between devices."""
+        model, peer_model = (self.machine.device(ordinal).model for ordinal in (device, peer))
+        return device != peer and model == peer_model and model.peer_bandwidth > 0
 
     def reserved_bytes(self, pool: MemoryPoolHandle) -> int:
         return self._pool(pool, "reserved_bytes").reserved

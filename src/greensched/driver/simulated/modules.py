@@ -147,7 +147,7 @@ class Modules(Component):
 
         return launch
 
-    def occupy(self, handle: StreamHandle, name: str, cost: Cost) -> None:
+    def _occupy(self, handle: StreamHandle, name: str, cost: Cost) -> None:
         """Submit work to a fresh stream, after the present work of the current context.
 
         It fills the SMs that it uses, so that no kernel begins there meanwhile.

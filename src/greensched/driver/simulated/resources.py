@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from greensched.driver.simulated import sm_split
 from greensched.driver.simulated.address_space import GREEN_BYTES, LOST_BYTES
-from greensched.driver.simulated.contexts import Contexts
 from greensched.driver.simulated.handles import Context, Green
-from greensched.driver.simulated.machine import Component, Machine
+from greensched.driver.simulated.machine import Component
 from greensched.driver.status import from_status
 from greensched.driver.types import (
     ContextHandle,
@@ -26,10 +25,6 @@ from greensched.typing import Feature, SharingScope
 
 class Resources(Component):
     """Driver calls for resources, splits and green contexts."""
-
-    def __init__(self, machine: Machine, contexts: Contexts) -> None:
-        super().__init__(machine)
-        self._contexts = contexts
 
     # -- SMs -------------------------------------------------------------------------------------
 
@@ -136,7 +131,7 @@ class Resources(Component):
         machine.wait_until_idle(machine.device(device))
         with machine.timeline.lock:
             machine.memory[device].open(GREEN_BYTES, "create_green")
-        self._contexts.retain_primary(device)
+        machine.retain_primary(device)
         ident = machine.register(device, "green context")
         green = machine.own(Green(ident, machine.primaries[device], made_of))
         machine.own(green.view)
@@ -165,7 +160,7 @@ class Resources(Component):
         with machine.timeline.lock:
             machine.memory[ended.device].close(GREEN_BYTES - LOST_BYTES)
         machine.unregister(ended.device, "green context")
-        self._contexts.release_primary(ended.device)
+        machine.release_primary(ended.device)
 
     def green_context(self, green: GreenHandle) -> ContextHandle:
         """Return the view, the same object each time."""

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from greensched.driver.simulated.address_space import STREAM_BYTES
-from greensched.driver.simulated.contexts import Contexts
-from greensched.driver.simulated.events import Events
+from greensched.driver.simulated.contexts import PRIORITIES
 from greensched.driver.simulated.handles import Green, SimulatedStream
-from greensched.driver.simulated.machine import Component, Machine, check_fault
+from greensched.driver.simulated.machine import Component, check_fault
 from greensched.driver.simulated.timeline import InstantOp, PollOp, WaitOp
 from greensched.driver.status import from_status
 from greensched.driver.types import EventHandle, GreenHandle, StreamHandle
@@ -21,18 +20,13 @@ from greensched.typing import Feature
 class Streams(Component):
     """Driver calls for streams."""
 
-    def __init__(self, machine: Machine, contexts: Contexts, events: Events) -> None:
-        super().__init__(machine)
-        self._contexts = contexts
-        self._events = events
-
     def create_stream(self, green: GreenHandle | None, priority: int = 0) -> StreamHandle:
         machine, context = self.machine, self.machine.current
         if green is not None:
             context = machine.expect(green, Green, "create_stream").view
         device = machine.usable_device(context.device, "create_stream")
         machine.wait_for_code_changes(device, "create_stream")
-        least, greatest = self._contexts.priority_range()
+        least, greatest = PRIORITIES
         with machine.timeline.lock:
             machine.memory[context.device].open(STREAM_BYTES, "create_stream")
         ident = machine.register_child(context, "stream")
@@ -109,7 +103,7 @@ class Streams(Component):
 
     def wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         target = self.machine.stream(stream, "wait_event")
-        signal = self._events.uncaptured(event, "wait_event").signal
+        signal = self.machine.uncaptured(event, "wait_event").signal
         if signal is None:
             return
         if target.capture is not None:  # a capture cannot wait for work outside it: error 905
