@@ -49,6 +49,15 @@ def test_a_grant_on_a_kept_device_leaves_no_request_waiting_for_what_is_free(see
     assert "free" not in faults(program, "fifo", partitions(program))
 
 
+@pytest.mark.parametrize(("policy", "seed"), [("fifo", 105832), ("deadline", 304966)])
+def test_a_device_kept_and_granted_in_one_decision_is_free_for_others(
+    policy: str, seed: int
+) -> None:
+    """A lease that gave way is served by arrival: a request before it in rank is tried again."""
+    program = draw(seed)
+    assert "free" not in faults(program, policy, partitions(program))
+
+
 @pytest.mark.parametrize(("policy", "seed"), [("fifo", 3591), ("sized", 406), ("sized", 830)])
 def test_no_lease_delays_a_lower_class_in_vain(policy: str, seed: int) -> None:
     """It keeps its SMs where it must end first, and gives way where the remainder then suffices."""

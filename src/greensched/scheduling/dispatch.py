@@ -355,11 +355,12 @@ class Dispatcher:
                 if is_first or request.missing_executors:
                     is_first = self._blocked(request, now, is_first=is_first)
             else:
+                was_reserved = queue.reservation is not None
                 most = self._take(request, granted)
                 # This grant may change what others should have, or when the first request could
                 # begin.
                 self._again |= is_refused and self.may_change()
-                if is_reserved and queue.reservation is None:
+                if was_reserved and queue.reservation is None:
                     self._again = True  # requests that were kept out may fit now
                     return
                 moves = len(places)
