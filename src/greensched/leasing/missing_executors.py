@@ -140,7 +140,8 @@ class MissingExecutors:
 
     def has_room(self, index: int) -> bool:
         """Say whether a device may have another executor. The caller holds the manager's lock."""
-        making = sum(of_device == index for of_device, _ in self._queued)
+        to_make = self._queued.union(self._host.scheduler.missing_executors)
+        making = sum(of_device == index for of_device, _ in to_make)
         return self._host.device_pools[index].has_room(making)
 
     def _add_locked(self, index: int, executor: Executor) -> None:
