@@ -77,7 +77,7 @@ async def _windows(account: BinaryIO) -> tuple[Samples, list[Window], list[Windo
     busy: list[Window] = []
     idle: list[Window] = []
     async with Pool(driver=driver) as pool:
-        service = Service(pool, driver, None, seed=1)
+        service = Service(pool, driver, seed=1)
         await service.warm_up()
         heart = asyncio.create_task(_beat(beats, account))
         for _ in range(WINDOWS):

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from greensched import driver as drivers
@@ -152,85 +151,6 @@ def test_one_wrong_result_is_exit_code_1(
         assert all(wrong)
     else:
         assert wrong == [0, 0, 1, 1]
-
-
-def test_an_image_is_what_clients_send(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--image takes a .npy file, and every client sends that."""
-    shapes = set()
-    reference = gaussian_blur.spec.reference
-    assert reference is not None
-
-    def seen(launch: Any, src: Any, dst: Any, *sizes: Any) -> None:
-        shapes.add(tuple(int(size) for size in sizes[:3]))
-        reference(launch, src, dst, *sizes)
-
-    monkeypatch.setattr(gaussian_blur.spec, "reference", seen)
-    image = tmp_path / "image.npy"
-    np.save(image, np.random.default_rng(1).integers(0, 255, (30, 40, 3), np.uint8))
-    assert cli.main([*SHORT, "--json", "--image", str(image)]) == 0
-    assert all(row["verified"] == row["results"] for row in rows(capsys.readouterr().out))
-    assert shapes == {(30, 40, 3)}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("missing.npy", None, "No such file"),
-        ("text.npy", b"no array at all", "is not an image"),
-        ("nothing.npy", b"", "is not an image"),
-        ("archive.npy", {"a": np.zeros(4)}, "is not an image: it is an archive"),
-        ("objects.npy", "objects", "is not an image"),
-        ("flat.npy", np.zeros(4), "(height, width[, channels])"),
-        ("empty.npy", np.zeros((0, 4)), "(height, width[, channels])"),
-        ("text.npy", np.full((2, 2), "x"), "(height, width[, channels])"),
-        ("text.txt", b"no image", "not an image|Pillow"),
-        (".", None, "not an image|Pillow|directory"),
-    ],
-)
-def test_a_file_that_is_no_image_is_refused(
-    name: str, content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that is missing or not an image is reported in one line: exit code 2."""
-    path = tmp_path / name
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif isinstance(content, str):
-        np.save(path, np.array([object()]), allow_pickle=True)
-    elif isinstance(content, dict):
-        with path.open("wb") as file:
-            np.savez(file, **content)
-    elif content is not None:
-        np.save(path, content)
-    assert cli.main([*SHORT, "--image", str(path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("greensched: ")
-    assert len(printed.err.splitlines()) == 1
-    assert any(words in printed.err for words in said.split("|"))
-
-
-@pytest.mark.parametrize(
-    ("array", "shape"),
-    [
-        (np.zeros((6, 4), np.uint8), (6, 4, 1)),
-        (np.zeros((6, 4, 3)), (6, 4, 3)),
-        (np.zeros((1100, 40), bool), (367, 14, 1)),
-    ],
-)
-def test_an_image_is_read_as_floats(array: Any, shape: Any, tmp_path: Path) -> None:
-    """An image is float32, with channels, at most 512 pixels a side, whatever the array's kind."""
-    np.save(tmp_path / "image.npy", array)
-    image = demo.read_image(tmp_path / "image.npy")
-    assert (image.shape, image.dtype) == (shape, np.float32)
-    assert image.flags.c_contiguous
-
-
-def test_bytes_are_scaled_to_one(tmp_path: Path) -> None:
-    """Of an image of bytes, 255 is 1."""
-    np.save(tmp_path / "image.npy", np.array([[0, 255]], np.uint8))
-    assert demo.read_image(tmp_path / "image.npy").ravel().tolist() == [0.0, 1.0]
 
 
 def test_a_driver_that_is_none_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

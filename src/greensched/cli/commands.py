@@ -263,15 +263,10 @@ def plan(sizes: tuple[Size, ...], driver: str | None, granularity: str, as_json:
 
 @greensched.command()
 @click.option("--seconds", type=SECONDS, default=4.0, help="Seconds of load per arrangement.")
-@click.option(
-    "--image", type=FILE, help="The image that clients send: .npy, or a format that Pillow reads."
-)
 @click.option("--trace", type=FILE, help="Write a trace into this file, for `greensched trace`.")
 @_driver_option("$GREENSCHED_DRIVER, else a GPU, else simulated:h200")
 @_json_option
-def demo(
-    seconds: float, image: Path | None, trace: Path | None, driver: str | None, as_json: bool
-) -> int:
+def demo(seconds: float, trace: Path | None, driver: str | None, as_json: bool) -> int:
     """Run a small service with and without partitions.
 
     Serves image requests beside a batch job, in four arrangements of one GPU. Without a GPU and
@@ -282,11 +277,10 @@ def demo(
 
     from greensched.cli import demo
 
-    picture = demo.read_image(image) if image is not None else None
     opened, explanation = demo.choose_driver(driver)
     print(explanation, file=sys.stderr)
     with progress() as show:
-        run = demo.run(opened, seconds=seconds, image=picture, trace=trace, progress=show)
+        run = demo.run(opened, seconds=seconds, trace=trace, progress=show)
         outcome = asyncio.run(run)
     rows = [row.as_dict() for row in outcome.rows]
     if as_json:

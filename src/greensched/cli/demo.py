@@ -32,7 +32,7 @@ from greensched.device.launch import LaunchConfig, launch
 from greensched.device.streams import Stream
 from greensched.driver.interface import Driver
 from greensched.driver.simulated import SimulatedDriver, Span
-from greensched.errors import DriverUnavailable, InvalidRequest
+from greensched.errors import DriverUnavailable
 from greensched.kernels import gaussian_blur, matmul
 from greensched.leasing.latency import quantile
 from greensched.leasing.partition import Partition
@@ -107,7 +107,6 @@ async def run(
     driver: Driver,
     *,
     seconds: float,
-    image: Image | None = None,
     seed: int = 1,
     trace: Path | None = None,
     progress: Progress = lambda _done, _what: None,
@@ -117,14 +116,13 @@ async def run(
     Args:
         driver: the CUDA driver or a simulated one.
         seconds: seconds of load for each arrangement.
-        image: The image that every client sends, (height, width, channels). None: random images.
         seed: The seed of the clients' times and images.
         trace: The file for a trace of the arrangements, or None.
         progress: Called with the fraction done, from 0 to 1, and the name of the arrangement.
     """
     async with Pool([0], driver=driver) as pool:
         tracing = nullcontext() if trace is None else pool.trace(trace)
-        service = Service(pool, driver, image, seed)
+        service = Service(pool, driver, seed)
         await service.warm_up()
         arrangements = (
             service.critical_on_all,
@@ -147,13 +145,12 @@ async def run(
 class Service:
     """The clients, the batch job, and the four ways to put them on one GPU."""
 
-    def __init__(self, pool: Pool, driver: Driver, image: Image | None, seed: int) -> None:
+    def __init__(self, pool: Pool, driver: Driver, seed: int) -> None:
         self._pool = pool
         self._driver = driver
         self._seed = seed
         rng = np.random.default_rng(seed)
-        generated = [rng.random((side, side, 1), np.float32) for side in SIDES]
-        self._images = [image] if image is not None else generated
+        self._images = [rng.random((side, side, 1), np.float32) for side in SIDES]
         self._blurred = [blurred(image) for image in self._images]
         self._factors = [rng.random(shape, np.float32) for shape in ((M, K), (K, M))]
         self._product = PASSES * (self._factors[0] @ self._factors[1])
@@ -423,42 +420,3 @@ def blurred(image: Image, sigma: float = SIGMA) -> Image:
         )
         result = sum(weight * part for weight, part in zip(weights, shifted, strict=True))
     return result.astype(np.float32)
-
-
-def read_image(path: Path) -> Image:
-    """Read an image as floats (height, width, channels), at most 512 pixels a side.
-
-    Bytes become 0 to 1.
-
-    Raises:
-        InvalidRequest: The file is missing or is not an image, or needs Pillow.
-    """
-    array = _read_array(path)
-    if array.ndim not in (2, 3) or array.dtype.kind not in "buif" or not array.size:
-        raise InvalidRequest(
-            f"{path} holds {array.dtype} {array.shape}: an image has (height, width[, channels])"
-        )
-    scale = 255.0 if array.dtype == np.uint8 else 1.0
-    step = -(-max(array.shape[:2]) // 512)
-    pixels = np.ascontiguousarray(np.atleast_3d(array)[::step, ::step], np.float32)
-    return pixels / np.float32(scale)
-
-
-def _read_array(path: Path) -> npt.NDArray[Any]:
-    try:
-        if path.suffix == ".npy":
-            array = np.load(path)
-        else:
-            from PIL import Image as Pillow  # type: ignore[import-not-found,unused-ignore]  # not always installed
-
-            array = np.asarray(Pillow.open(path).convert("RGB"))
-    except ImportError:
-        raise InvalidRequest(
-            f"{path} can only be read with Pillow: pip install pillow, or use a .npy file"
-        ) from None
-    except (OSError, EOFError, ValueError) as error:
-        raise InvalidRequest(f"{path} is not an image: {error}") from None
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise InvalidRequest(f"{path} is not an image: it is an archive of several arrays")
-    return array
