@@ -94,20 +94,20 @@ class Streams:
         levels = sorted({service.priority for service in machine.services.values()})
         for ordinal in machine.devices:
             device = Device(ordinal, driver=machine.driver)
-            machine.close_at_end(device)
+            machine.made.callback(device.close)
             lower = device.create_stream
             if self.cap < 1:
                 count = int(device.sm_count * self.cap) // CELL * CELL
                 ((sm, *_), _rest) = device.resources.sm.split(SMResourceOptions(count=count))
                 context = device.create_context(ContextOptions(resources=[sm]))
-                machine.close_at_end(context)
+                machine.made.callback(context.close)
                 lower = context.create_stream
             for name, service in machine.services.items():
                 make = device.create_stream if service.priority == levels[-1] else lower
                 # A smaller number is more urgent; the driver clamps it to its range.
                 urgency = -levels.index(service.priority) if self.prioritised else 0
                 stream = make(priority=urgency)
-                machine.close_at_end(stream)
+                machine.made.callback(stream.close)
                 config = machine.configs[name][ordinal]
                 launch = Launch(device, stream, machine.kernels[name], config)
                 self._launches[ordinal, name] = launch

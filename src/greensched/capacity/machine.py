@@ -10,8 +10,9 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from greensched.capacity.host_costs import NO_COSTS, HostCost, HostCosts
 from greensched.capacity.interference import Guard, slowdowns
@@ -38,12 +39,6 @@ VERSION = "13.0"
 def models(spec: str) -> tuple[list[DeviceModel], tuple[int, int]]:
     """Return the device models of a spec such as `h200x2`, and the driver version to simulate."""
     return device_models.parse(spec if "@" in spec else f"{spec}@{VERSION}")
-
-
-class Closable(Protocol):
-    """A device, a context or a stream."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +85,6 @@ class Machine:
             [replace(model, interference=slowed) for model in gpu_models],
             version=version,
             clock=self.clock,
-            faults=(),
-            without=(),
             strict_events=version != device_models.MEASURED,
         )
         self.sms = [model.sm_count for model in gpu_models]
@@ -109,7 +102,8 @@ class Machine:
         self.granted: Callable[[], int] = lambda: 0
         self._listeners: dict[tuple[int, str], Callable[[Span], None]] = {}
         self._done: list[asyncio.Future[None]] = []
-        self._made: list[Closable] = []
+        #: Closed with the machine: devices, contexts and streams.
+        self.made = ExitStack()
         self.driver.on_span(self._record)
 
     @property
@@ -135,14 +129,9 @@ class Machine:
         """Complete a future on the loop's thread before virtual time advances."""
         self._done.append(future)
 
-    def close_at_end(self, *made: Closable) -> None:
-        """Close these objects with the machine, last ones first."""
-        self._made += made
-
     def close(self) -> None:
         """Close everything. May block: call it only after the loop has ended."""
-        for made in reversed(self._made):
-            made.close()
+        self.made.close()
         self.driver.close()
 
     def begin(self) -> Callable[[], None]:

@@ -82,6 +82,9 @@ class ElasticClient(ClassClient):
     def __init__(self, machine: Machine, pool: Pool, device: int, service: ServiceProfile) -> None:
         super().__init__(machine, pool, device, service)
         self._lease: Partition | None = None
+        #: What the pool is told of the work that follows.
+        self._cost: ScaledCurve | None = None
+        self._deadline: float | None = None
 
     async def run(self, pieces: Pieces) -> None:
         """Run a pass; a class without a reserve has a checkpoint before each piece."""
@@ -98,9 +101,12 @@ class ElasticClient(ClassClient):
     async def _ensure_lease(self) -> Partition:
         if self._lease is not None:
             await self._machine.spend(self._machine.host.checkpoint)
-            await self._lease.checkpoint()
+            await self._lease.checkpoint(self._cost, deadline=self._deadline)
             return self._lease
-        lease = self._pool.partition(self._size, device=self._device, service=self._service.name)
+        name = self._service.name
+        lease = self._pool.partition(
+            self._size, device=self._device, service=name, duration=self._cost
+        )
         await lease.__aenter__()
         self._lease = lease
         return lease
@@ -169,7 +175,6 @@ class SizedClient(ElasticClient):
         sizes = range(FINEST, machine.sms[device] + 1, FINEST)
         #: By SMs, the time of work that takes one second on the whole device.
         self._curve = LatencyCurve({sms: [service.curve.slowdown(sms)] for sms in sizes})
-        self._cost: ScaledCurve | None = None
         #: All tokens of a decode step are due together; new requests join at its beginning.
         self._deadline = service.latency or None if service.role == "decode" else None
 
@@ -177,19 +182,6 @@ class SizedClient(ElasticClient):
         """Run a pass or piece on SMs sized for it."""
         self._cost = self._curve.times(sum(pieces) / 1e9) if self.whole else None
         await super().run(pieces)
-
-    async def _ensure_lease(self) -> Partition:
-        if self._lease is not None:
-            await self._machine.spend(self._machine.host.checkpoint)
-            await self._lease.checkpoint(self._cost, deadline=self._deadline)
-            return self._lease
-        name = self._service.name
-        lease = self._pool.partition(
-            self._size, device=self._device, service=name, duration=self._cost
-        )
-        await lease.__aenter__()
-        self._lease = lease
-        return lease
 
     def record_latency(self, latency: float, weight: int) -> None:
         """Report the latency of a number of requests or tokens to the pool."""
