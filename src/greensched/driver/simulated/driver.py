@@ -13,13 +13,13 @@ from greensched.driver.simulated.contexts import Contexts
 from greensched.driver.simulated.device_models import MEASURED, DeviceModel
 from greensched.driver.simulated.events import Events
 from greensched.driver.simulated.faults import Fault
-from greensched.driver.simulated.machine import DriverClock, Machine
+from greensched.driver.simulated.machine import Machine
 from greensched.driver.simulated.memory import Memory
 from greensched.driver.simulated.modules import Modules, check_cost
 from greensched.driver.simulated.real_clock import RealClock
 from greensched.driver.simulated.resources import Resources
 from greensched.driver.simulated.streams import Streams, address_of
-from greensched.driver.simulated.timeline import Span
+from greensched.driver.simulated.timeline import DriverClock, Span
 from greensched.driver.types import GreenHandle, Mailbox
 from greensched.typing import Cost, DeviceFacts, Feature
 

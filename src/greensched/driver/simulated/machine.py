@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from greensched._asynclib import in_event_loop
 from greensched.driver.blocking import DRIVER_CALLS, Blocking, CallTraits
@@ -29,14 +29,11 @@ from greensched.driver.simulated.handles import (
     SimulatedStream,
     ThreadToken,
 )
-from greensched.driver.simulated.timeline import DeviceState, Signal, StreamQueue, Timeline
+from greensched.driver.simulated.timeline import DeviceState, DriverClock, Signal, StreamQueue
 from greensched.driver.status import from_status
-from greensched.driver.types import EventHandle, Mailbox, StreamHandle
+from greensched.driver.types import EventHandle, StreamHandle
 from greensched.errors import DriverMisuse, LoopWouldBlock, NotSupported
 from greensched.typing import CaptureMode, ContextFlags, Feature
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
@@ -53,25 +50,6 @@ QUEUE_DEPTH = 1024
 #: The device number under which contexts of `create_context` and their children are counted. A
 #: primary context may end before them, so its leak check must not count them.
 OWN = -1
-
-
-class DriverClock(Protocol):
-    """What the simulated driver needs from its clock: `RealClock` or `VirtualClock`."""
-
-    virtual: bool
-
-    @property
-    def new_event_loop(self) -> Callable[[], AbstractEventLoop] | None: ...
-    def attach(self) -> Timeline: ...
-    def detach(self, timeline: Timeline) -> None: ...
-    def now(self) -> int: ...
-    def poke(self) -> None: ...
-    def changed(self) -> None: ...
-    def wait(self, ready: Callable[[], bool]) -> None: ...
-    def sleep(self, nanoseconds: int) -> None: ...
-    def create_mailbox(self) -> Mailbox[Any]: ...
-    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread: ...
-    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None: ...
 
 
 class PerThread(threading.local):

@@ -21,22 +21,37 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from greensched.driver.simulated.device_models import DeviceModel
+from greensched.driver.types import Mailbox
 from greensched.errors import CUDAError, ReferenceFailed
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 #: Nanoseconds after which the other devices of a process have a fault, too. On two H100 it took
 #: less than 0.15 s, and the failed device was first; this was not measured more closely.
 SPREAD_NS = 1_000_000
 
 
-class Clock(Protocol):
-    """Tells the timeline the time, and runs it when something is due."""
+class DriverClock(Protocol):
+    """What the simulated driver needs from its clock: `RealClock` or `VirtualClock`."""
 
+    virtual: bool
+
+    @property
+    def new_event_loop(self) -> Callable[[], AbstractEventLoop] | None: ...
+    def attach(self) -> Timeline: ...
+    def detach(self, timeline: Timeline) -> None: ...
     def now(self) -> int: ...
-
     def poke(self) -> None: ...
+    def changed(self) -> None: ...
+    def wait(self, ready: Callable[[], bool]) -> None: ...
+    def sleep(self, nanoseconds: int) -> None: ...
+    def create_mailbox(self) -> Mailbox[Any]: ...
+    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread: ...
+    def subscribe(self, look: Callable[[], None]) -> Callable[[], None] | None: ...
 
 
 class StartResult(enum.Enum):
@@ -225,7 +240,7 @@ class PollOp(Operation):
 class Timeline:
     """All devices and streams of one driver, and the actions due on them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: DriverClock) -> None:
         self.clock = clock
         #: Re-entrant, because a finaliser may submit work on a thread that holds it.
         self.lock = threading.RLock()
