@@ -78,7 +78,7 @@ class Closable(Uncopyable, abc.ABC):
         self.is_known = False
 
     def close(self) -> None:
-        """Release its memory. Idempotent; does not wait."""
+        """Release its memory after its last user. Idempotent; does not wait."""
         if not self.is_closed:
             self.is_closed = True
             self._give_back()
@@ -140,10 +140,6 @@ class BaseBuffer(Closable):
         self.memory.health.check()
         if device_id != self.memory.device_id:
             raise WrongDevice("this buffer", self.memory.device_id, device_id)
-
-    def close(self) -> None:
-        """Release its memory after its last user. Idempotent; does not wait."""
-        super().close()
 
     @property
     def _is_over(self) -> bool:

@@ -199,8 +199,6 @@ class Kernel:
         Raises:
             InvalidRequest: The kernel has a reference, or the function takes other parameters.
         """
-        if self._spec.reference is not None:
-            raise InvalidRequest(f"{self!r} already has a reference: remove one of the two")
         self._check_callable(function, "reference")
         self._spec.reference = function
         return function
@@ -214,13 +212,13 @@ class Kernel:
         Raises:
             InvalidRequest: The kernel has a cost, or the function takes other parameters.
         """
-        if self._spec.cost is not None:
-            raise InvalidRequest(f"{self!r} already has a cost: remove one of the two")
         self._check_callable(function, "cost")
         self._spec.cost = function
         return function
 
     def _check_callable(self, function: Callable[..., object], what: str) -> None:
+        if getattr(self._spec, what) is not None:
+            raise InvalidRequest(f"{self!r} already has a {what}: remove one of the two")
         try:
             inspect.signature(function).bind(None, *self.parameters)
         except ValueError:  # a function of an extension module may have no signature
