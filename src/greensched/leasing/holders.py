@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 
 from greensched.execution.lease import Lease
@@ -54,26 +54,15 @@ class HolderWatch:
     """Finds holders that keep requests waiting. All calls are under the manager's lock."""
 
     def __init__(self) -> None:
-        #: When to check next.
-        self._due = 0.0
         #: For each holder that a warning named: its last checkpoint at that time.
         self._named: dict[Lease, float] = {}
 
-    def warnings(
-        self, now: float, leases: Iterable[Lease], firsts: Callable[[], Iterable[Request]]
-    ) -> list[str]:
-        """Return a warning for each holder not warned since its last checkpoint; once a second.
+    def warnings(self, now: float, leases: Iterable[Lease], firsts: Iterable[Request]) -> list[str]:
+        """Return a warning for each holder not warned since its last checkpoint.
 
-        `firsts` returns the first request of each of the queue's lines.
+        `firsts` are those that have waited for `MOST_S`, of the first requests of each line.
         """
-        if now < self._due:
-            return []
-        self._due = now + MOST_S
-        waiting = [
-            request
-            for request in firsts()
-            if now - request.arrived >= MOST_S and _may_have_more(request)
-        ]
+        waiting = [request for request in firsts if _may_have_more(request)]
         devices = {device for request in waiting for device in request.devices}
         long = [request for request in waiting if now - request.arrived >= LONG_LEASE_S]
         kept = {device for request in long for device in request.devices}

@@ -43,14 +43,14 @@ from greensched.execution.lease import Lease
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.decision_reads import DecisionReads
 from greensched.leasing.device_pool import DevicePool, index_of
-from greensched.leasing.holders import HolderWatch, place
-from greensched.leasing.lease_cache import LeaseCache
+from greensched.leasing.holders import MOST_S, HolderWatch, place
 from greensched.leasing.lease_records import LeaseRecords
 from greensched.leasing.missing_executors import MissingExecutors
 from greensched.leasing.pool_state import PoolState
 from greensched.leasing.pool_statistics import LeaseInfo, PoolStatistics, collect_statistics
 from greensched.leasing.requests import (
     GrantWaiter,
+    LeaseCache,
     LeaseRequest,
     checked_deadline,
     checked_duration,
@@ -124,6 +124,8 @@ class LeaseManager:
         self.exit_policy = exit_policy
         self.watchdog = Watchdog(self, hang_after, exit_policy)
         self._holders = HolderWatch()
+        #: When a tick next looks for holders that keep requests waiting.
+        self._holders_due = 0.0
         #: When a request next looks for closed loops.
         self._look_due = 0.0
         #: Quotas of the classes whose memory is limited, or was.
@@ -690,7 +692,7 @@ class LeaseManager:
             now = self._time()
             granted, expired = self.scheduler.tick(now, AT_ONCE)
             deadline = self.scheduler.next_deadline()
-            warnings = self._holders.warnings(now, self.leases, self.scheduler.queue.firsts)
+            warnings = self._holder_warnings_locked(now)
         for warning in warnings:
             self.records.tell_rarely("%s", warning, level=logging.WARNING)
         for request in expired:
@@ -698,6 +700,14 @@ class LeaseManager:
             self._refuse_queued(request, error)
         self.notify_granted(granted)
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
+
+    def _holder_warnings_locked(self, now: float) -> list[str]:
+        """Return new warnings about holders that keep requests waiting; once in `MOST_S`."""
+        if now < self._holders_due:
+            return []
+        self._holders_due = now + MOST_S
+        firsts = [r for r in self.scheduler.queue.firsts() if now - r.arrived >= MOST_S]
+        return self._holders.warnings(now, self.leases, firsts) if firsts else []
 
     def _look_for_closed_loops(self, poller: CompletionPoller) -> None:
         """Take over requests and leases of closed loops, at most once every `TICK_S`.

@@ -24,9 +24,9 @@ from greensched.execution.threads import WorkerThread
 from greensched.kernels import Kernel
 from greensched.leasing import process
 from greensched.leasing.device_pool import MAX_EXECUTORS, DevicePool
-from greensched.leasing.lease_cache import LeaseCache, PlacingLeaseCache
 from greensched.leasing.manager import LeaseManager
 from greensched.leasing.pool_state import CloseReport, PoolState
+from greensched.leasing.requests import LeaseCache, PlacingLeaseCache
 from greensched.leasing.watchdog import ExitPolicy, has_limits
 from greensched.records import Recorder, Watcher
 from greensched.scheduling.allocator import Placement
