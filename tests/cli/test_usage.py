@@ -50,7 +50,7 @@ def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) 
     (line,) = printed.err.splitlines()
     assert line.startswith(f"greensched {name}: ")
     assert said in line
-    assert line.endswith(f". See greensched {name} --help")
+    assert line.endswith((f". See greensched {name} --help", f"? See greensched {name} --help"))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,9 @@ def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) 
         (["nonsense"], "greensched: No such command 'nonsense'. See greensched --help"),
         (["simulate", "--trace", "a.csv", "--generate", "code"], "give one of them"),
         (["demo", "--seconds", "0"], "x>0"),
+        (["plan", "1", "--jsn"], "Did you mean '--json'? See greensched plan --help"),
+        (["simulate", "--repeats", "0"], "'--repeats': 0 is not in the range x>=1"),
+        (["simulate", "--load-factors", "0,1"], "is not a list of numbers above 0, such as"),
         (["trace", "a", "--plot", "a.gif"], "give a file that ends in .html, .png, .svg"),
         (["trace", "a"], "greensched: a: No such file or directory"),
         (["plan", "16", "--driver", "nonsense"], "greensched: there is no driver 'nonsense'"),

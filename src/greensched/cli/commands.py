@@ -6,6 +6,7 @@ rich.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -49,7 +50,8 @@ def _refuse(reason: str, code: int = 2) -> int:
 def _refuse_usage(error: click.UsageError) -> int:
     path = error.ctx.command_path if error.ctx is not None else "greensched"
     reason = " ".join(error.format_message().split())
-    print(f"{path}: {reason.removesuffix('.')}. See {path} --help", file=sys.stderr)
+    reason = reason if reason.endswith("?") else f"{reason.removesuffix('.')}."
+    print(f"{path}: {reason} See {path} --help", file=sys.stderr)
     return 2
 
 
@@ -82,8 +84,11 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 def _parse_size(text: str) -> Size:
     if text.lower() in ("all", "rest"):
         return NamedSize(text.lower())
-    least, _, most = text.partition(":")
-    return (int(least), int(most)) if most else int(text)
+    first, _, second = text.partition(":")
+    least, most = int(first), int(second or first)
+    if not 0 < least <= most:
+        raise ValueError
+    return (least, most) if second else least
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
@@ -94,7 +99,10 @@ def _parse_counts(text: str) -> tuple[int, ...]:
 
 
 def _parse_factors(text: str) -> tuple[float, ...]:
-    return tuple(float(item) for item in text.split(",") if item)
+    factors = tuple(float(item) for item in text.split(",") if item)
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ValueError
+    return factors
 
 
 def _parse_targets(text: str) -> dict[str, float]:
@@ -106,7 +114,7 @@ SIZE = _Value(
     "size", _parse_size, "is not a size: give a number of SMs (16), a range (8:64), all or rest"
 )
 COUNTS = _Value("counts", _parse_counts, "is not a list of numbers of at least 1, such as 8,16")
-FACTORS = _Value("factors", _parse_factors, "is not a list of numbers, such as 0.5,1")
+FACTORS = _Value("factors", _parse_factors, "is not a list of numbers above 0, such as 0.5,1")
 TARGETS = _Value(
     "targets", _parse_targets, "gives no seconds by class, such as first=0.5,between=0.05"
 )
@@ -143,7 +151,7 @@ _granularity_option = click.option(
     "--granularity",
     type=click.Choice(get_args(Granularity)),
     default="coscheduled",
-    help="How finely devices are split.",
+    help="Split devices so that large thread-block clusters fit, or as finely as possible.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
@@ -193,8 +201,8 @@ def doctor(driver: str | None, as_json: bool) -> int:
     """Find out whether a pool can be opened here.
 
     Looks at the installation, the driver and its features, the devices and how they can be split,
-    clocks and power, and other processes on the GPUs. Makes no context. Exits with 1 if no pool can
-    be opened.
+    clocks and power, and other processes on the GPUs. Creates no CUDA context. Exits with 1 if no
+    pool can be opened.
     """
     from greensched.cli import doctor
 
@@ -205,7 +213,7 @@ def doctor(driver: str | None, as_json: bool) -> int:
 @_driver_option("$GREENSCHED_DRIVER, else cuda")
 @_json_option
 def info(driver: str | None, as_json: bool) -> None:
-    """Show versions and devices, as for a bug report."""
+    """Show versions and devices, for example for a bug report."""
     from greensched import driver as drivers
     from greensched.cli import facts
 
@@ -241,10 +249,10 @@ def info(driver: str | None, as_json: bool) -> None:
 @_granularity_option
 @_json_option
 def plan(sizes: tuple[Size, ...], driver: str | None, granularity: str, as_json: bool) -> int:
-    """Show what each device would give for these SIZES.
+    """Show the partitions that each device would give for these SIZES.
 
-    A size is a number of SMs (16), a range (8:64), all or rest. Exits with 1 if no device can be
-    split so.
+    A size is a number of SMs (16), a range (8:64), all or rest. Exits with 1 if they fit on no
+    device.
     """
     from dataclasses import asdict
 
@@ -292,13 +300,13 @@ def demo(seconds: float, trace: Path | None, driver: str | None, as_json: bool) 
 
 @greensched.command()
 @click.argument("file", type=FILE)
-@click.option("--plot", type=FILE, help="Draw the SMs by time: a .html report, .svg or .png.")
+@click.option("--plot", type=FILE, help="Draw the map of the SMs: a .html report, .svg or .png.")
 @_json_option
 def trace(file: Path, plot: Path | None, as_json: bool) -> None:
-    """Show what held which SMs in a trace FILE of pool.trace.
+    """Show which lease held which SMs, from a FILE that pool.trace wrote.
 
-    SM-time, requests, waits and jobs of each class, and the SMs by time: what held them, what
-    drained, and with --plot also what was lent.
+    Prints the SM-time, requests, waits and jobs of each class, and a map of the SMs over time:
+    which class held them, and when they drained. The map of --plot also shows which were lent.
     """
     from greensched.cli import trace
     from greensched.observability import trace_reader
@@ -320,9 +328,9 @@ def trace(file: Path, plot: Path | None, as_json: bool) -> None:
 @_driver_option("$GREENSCHED_DRIVER, else cuda")
 @_json_option
 def bench(driver: str | None, as_json: bool) -> None:
-    """Time what the host does for each operation, on this machine.
+    """Measure the host time of each operation on this machine.
 
-    Of a simulated driver the times are those of the simulation.
+    With a simulated driver, the times are those of the simulation.
     """
     from greensched import driver as drivers
     from greensched.cli import bench
@@ -339,15 +347,16 @@ def bench(driver: str | None, as_json: bool) -> None:
 
 @greensched.command()
 @click.argument("pool", required=False, metavar="[PID|PATH]")
-@click.option("--interval", type=SECONDS, default=1.0, help="Seconds between two screens.")
-@click.option("--once", is_flag=True, help="Print one screen, and end.")
+@click.option("--interval", type=SECONDS, default=1.0, help="Seconds between two updates.")
+@click.option("--once", is_flag=True, help="Print one screen, and exit.")
 @_json_option
 def top(pool: str | None, interval: float, once: bool, as_json: bool) -> None:
     """Watch the pools of running programs.
 
-    Shows which lease has which SMs, what waits and why, and what each class takes, of every pool
-    that is open with Pool(socket=True); or those of one process, or the one at the PATH of its
-    socket. Ctrl-C ends it. With --json it prints a list of snapshots in one line at each interval.
+    Shows which lease holds which SMs, which requests wait and why, and the figures of each class.
+    Without an argument it shows every pool of this user that is open with Pool(socket=True); with a
+    PID, the pools of that process; with a PATH, the pool with that socket. Ctrl-C ends it. With
+    --json, each update is one line: a list of snapshots.
     """
     from contextlib import suppress
 
@@ -362,11 +371,11 @@ def top(pool: str | None, interval: float, once: bool, as_json: bool) -> None:
 
 @greensched.command()
 @click.argument("model", required=False, type=FILE)
-@click.option("--host", is_flag=True, help="Measure the host's part of each operation, too.")
-@click.option("--out", type=FILE, help="Write the file here that `simulate --tables` reads.")
-@click.option("--sms", type=COUNTS, default="8,16,32,64,96", help="Sizes, besides all SMs.")
-@click.option("--batches", type=COUNTS, default="1,8,32", help="Batches of decode.")
-@click.option("--tokens", type=COUNTS, default="256,1024", help="Lengths of prompts.")
+@click.option("--host", is_flag=True, help="Measure the host time of each operation, too.")
+@click.option("--out", type=FILE, help="Write the results to this file, for `simulate --tables`.")
+@click.option("--sms", type=COUNTS, default="8,16,32,64,96", help="Numbers of SMs, besides all.")
+@click.option("--batches", type=COUNTS, default="1,8,32", help="Batch sizes for decode.")
+@click.option("--tokens", type=COUNTS, default="256,1024", help="Prompt lengths for prefill.")
 @_driver_option("$GREENSCHED_DRIVER, else cuda")
 @_json_option
 def measure(
@@ -379,11 +388,11 @@ def measure(
     driver: str | None,
     as_json: bool,
 ) -> None:
-    """Measure this host and GPU for simulate.
+    """Measure this GPU and host for simulate.
 
-    Measures what the passes of a MODEL take by SMs and batch, and what the host takes. A model file
-    is Python that defines prefill(tokens) or decode(batch), or both: each returns a function that
-    puts one pass on the current stream.
+    Measures how long the passes of a MODEL take for each number of SMs and each batch size. A model
+    file is Python that defines prefill(tokens) or decode(batch), or both: each returns a function
+    that launches one pass on the current stream.
     """
     from greensched import driver as drivers
     from greensched.cli import measure
@@ -418,9 +427,13 @@ def measure(
     "--generate",
     default="azure-conv",
     shell_complete=_complete_generator,
-    help="A traffic generator, where there is no --trace.",
+    help="The traffic without --trace: azure-code, mooncake, poisson or another generator.",
 )
-@click.option("--gpus", default="h200", help="The simulated GPUs, such as h200x2.")
+@click.option(
+    "--gpus",
+    default="h200",
+    help="The simulated GPUs: h100, h200x2 (two of them) or another model.",
+)
 @_granularity_option
 @click.option("--services", default="llm", help="The service classes: llm, w2, w8, or a file.")
 @click.option(
@@ -439,33 +452,38 @@ def measure(
     type=FACTORS,
     default="",
     show_default="the traffic's own",
-    help="Loads as multiples of saturation, separated by commas.",
+    help="Loads, as multiples of the saturating rate, separated by commas.",
 )
 @click.option("--seconds", type=SECONDS, default=120.0, help="Seconds of traffic in each run.")
 @click.option("--seed", type=int, default=1, help="The seed of the first run.")
-@click.option("--repeats", type=int, default=1, help="How many runs, each with the next seed.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=1,
+    help="How many runs, each with the next seed.",
+)
 @click.option(
     "--slo",
     type=TARGETS,
     default="",
     show_default="each class's own",
-    help="Latency targets in seconds by class, such as search=0.01; of a language model "
-    "first=0.5,between=0.05.",
+    help="Latency targets in seconds by class, such as search=0.01, or for a language model: "
+    "first=0.5,between=0.05 (first token, and between tokens).",
 )
 @click.option(
     "--slo-multiple",
     type=float,
     default=0.0,
     show_default="each class's own target",
-    help="Latency target of every class, as a multiple of its median alone.",
+    help="Latency target of each class, as a multiple of its median latency without load.",
 )
-@click.option("--plot", type=FILE, help="Draw latencies and attainment into this file.")
+@click.option("--plot", type=FILE, help="Draw latencies and attained targets into this file.")
 @_json_option
 def simulate(plot: Path | None, as_json: bool, **options: Any) -> None:
     """Run traffic on simulated GPUs, and compare policies.
 
-    Runs it through the real scheduler, in virtual time. The time taken goes to standard error, as
-    it differs between runs.
+    The traffic passes through the real scheduler in virtual time. The elapsed time is printed to
+    standard error.
     """
     source = click.get_current_context().get_parameter_source("generate")
     if options["trace"] is not None and source is not click.core.ParameterSource.DEFAULT:

@@ -43,7 +43,7 @@ class SplitPreview:
     def __str__(self) -> str:
         where = f"device {self.device} ({self.name}, {self.sms} SMs)"
         if self.is_possible:
-            return f"{where}: {_listed(self.granted)} SMs; {self.left} in no part"
+            return f"{where}: {_listed(self.granted)} SMs; {self.left} unused"
         return f"{where}: impossible: {self.why}; the nearest is {_listed(self.nearest) or 'none'}"
 
 
@@ -101,12 +101,12 @@ def _why(cells: DeviceCells, parts: tuple[SizeRange, ...]) -> str:
     numbered = [part.least for part in parts if part.named is None]
     over = ""
     if cells.remainder:
-        joining = "which can join them" if cells.joins else "which can only be a part alone"
-        over = f" and {cells.remainder} SMs over, {joining}"
+        joining = "can join them" if cells.joins else "can only be a part alone"
+        over = f", and a remainder of {cells.remainder} SMs that {joining}"
     text = f"{_listed(numbered)} SMs take {needed} cells of {cells.size}, "
     if REST in [part.named for part in parts] and needed <= cells.count:
         return f"{text}all there are, and leave none for REST"
-    return f"{text}and there are {cells.count}{over}"
+    return f"{text}but the device has {cells.count}{over}"
 
 
 def _listed(numbers: tuple[int, ...] | list[int]) -> str:
