@@ -654,10 +654,10 @@ def _shortened(names: tuple[str, ...]) -> str:
 
 
 def wrong_thread() -> WrongThread:
-    """Return the error for use of a partition on a thread other than its loop's."""
+    """Return the error for use of a partition by another thread or loop than its own."""
     return WrongThread(
-        "a partition can be used only on the thread of the loop that entered it: call it there "
-        "with loop.call_soon_threadsafe or anyio.from_thread.run"
+        "a partition can be used only by the loop that entered it, on that loop's thread: call it "
+        "there with loop.call_soon_threadsafe or anyio.from_thread.run"
     )
 
 

@@ -418,3 +418,71 @@ def test_nowait_takes_over_from_a_closed_loop(
     loops.on_there(take_and_work(pool, 96))
     loops.there.close()
     loops.on_here(use())
+
+
+@pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["ended", "failed"])
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "open"])
+def test_a_block_left_in_another_loop_ends_its_lease(
+    loops: Loops, is_closed: bool, error: ValueError | None
+) -> None:
+    """The other loop cannot wait for the work, which the error of leaving says; no SM is lost."""
+    pool, gates = Pool(driver="simulated:h200"), list[Gate]()
+    p = pool.partition(96)
+
+    async def enter() -> None:
+        await p.__aenter__()
+        gates.append(await Gate.closed(p))
+
+    async def leave() -> None:
+        if error is not None:
+            await p.__aexit__(ValueError, error, None)
+        elif is_closed:
+            with pytest.raises(greensched.PartitionClosed, match="its event loop is"):
+                await p.__aexit__(None, None, None)
+        else:
+            with pytest.raises(greensched.WrongThread, match="the loop that entered it"):
+                await p.__aexit__(None, None, None)
+        gates[0].open()
+
+    async def close() -> None:
+        await until(lambda: pool.statistics().sms_free == EVERY_SM)
+        gates[0]._word.close()
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_there(enter())
+    if is_closed:
+        loops.there.close()
+    loops.on_here(leave())
+    if not is_closed:
+        loops.on_there(until(lambda: pool.statistics().sms_free == EVERY_SM))
+    loops.on_here(close())
+
+
+def test_a_lease_waits_for_its_work_only_in_its_own_loop(loops: Loops) -> None:
+    """In another loop of the same thread each method that waits raises, and changes nothing."""
+    pool = Pool(driver="simulated:h200")
+    p = pool.partition((8, 64))
+    idle = p.idle()
+
+    async def wait_there() -> None:
+        for wait in (p.checkpoint, p.drain, p.idle().__aenter__):
+            with pytest.raises(greensched.WrongThread, match="the loop that entered it"):
+                await wait()
+
+    async def leave_idle_there() -> None:
+        with pytest.raises(greensched.WrongThread, match="the loop that entered it"):
+            await idle.__aexit__(None, None, None)
+
+    async def end() -> None:
+        await idle.__aexit__(None, None, None)
+        assert p.sm_count == 64
+        await p.__aexit__(None, None, None)
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    loops.on_here(p.__aenter__())
+    loops.on_there(wait_there())
+    loops.on_here(idle.__aenter__())
+    loops.on_there(leave_idle_there())
+    loops.on_here(end())

@@ -35,13 +35,14 @@ from greensched.errors import (
     DeviceFault,
     DeviceLost,
     InvalidRequest,
+    NoLoop,
     PartitionClosed,
     WouldBlock,
     wrong_thread,
 )
 from greensched.execution.call_context import CallContext, CallWrapper, hooks
 from greensched.execution.completion_poller import CompletionPoller
-from greensched.execution.eventloop import Waiter
+from greensched.execution.eventloop import Waiter, current_adapter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.lease_drain import LeaseDrain
@@ -270,6 +271,20 @@ class Lease:
         if self.poller.loop.is_closed:
             state = "closed, because its event loop is: enter a partition in the loop that uses it"
             raise PartitionClosed(self.partition_name, state)
+
+    @property
+    def is_of_running_loop(self) -> bool:
+        """Whether the loop that holds it is running on this thread."""
+        try:
+            return current_adapter() is self.poller.loop
+        except NoLoop:
+            return False
+
+    def check_running_loop(self) -> None:
+        """Raise PartitionClosed if its loop is closed, WrongThread if it is not the running one."""
+        self.check_loop()
+        if not self.is_of_running_loop:
+            raise wrong_thread()
 
     def check_pool(self) -> None:
         """Raise PoolClosed, DeviceLost, ForkedPool or DeviceHung if the lease is unusable."""
@@ -752,9 +767,11 @@ class Lease:
 
         Raises:
             DeviceHung: Work of the lease hangs.
+            PartitionClosed, WrongThread: The loop that holds it is closed, or not the running one.
         """
         while self.state is not LeaseState.CLOSED:
             self.check_hang()
+            self.check_running_loop()
             waiter = self.poller.loop.create_waiter()
             self._close_waiters.append(waiter)
             await waiter

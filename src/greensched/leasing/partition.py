@@ -139,16 +139,15 @@ class Partition(AsyncBlock):
 
         A `GeneratorExit` may come from garbage collection, on any thread, perhaps while a lock is
         held that ending the lease needs. So the lease's loop ends it in a later turn, or, if that
-        loop has closed, the loop that takes over.
+        loop has closed, the loop that takes over. The same holds if another loop leaves the block.
         """
         lease = self._granted_lease()
-        if kind is None:
-            lease.end()
-        elif kind is GeneratorExit:
+        end = lease.end if kind is None else lease.abandon
+        if kind is GeneratorExit or not lease.is_of_running_loop:
             self._is_left = True
-            lease.poller.loop.call_threadsafe(lease.abandon)
+            lease.poller.loop.call_threadsafe(end)
         else:
-            lease.abandon()
+            end()
 
     async def _wait_closed(self) -> None:
         """Wait until all work of an ended lease is done."""
@@ -186,7 +185,7 @@ class Partition(AsyncBlock):
         """Return the lease if it is open and belongs to this thread's loop."""
         lease = self._granted_lease()
         lease.check_thread()
-        lease.check_loop()
+        lease.check_running_loop()
         return lease
 
     def _ready_lease(self) -> Lease:
@@ -655,6 +654,7 @@ class IdleBlock(AsyncBlock):
         if kind is not None and not issubclass(kind, Exception):
             lease.poller.loop.call_threadsafe(lease.end)  # perhaps from garbage collection
         else:
+            lease.check_running_loop()
             await self._partition._lifecycle.manager().end_idle(lease)
 
 
