@@ -15,6 +15,7 @@ from .programs import Curve, Program, Traffic, partitions, run
 
 EIGHTS = DeviceCells(size=8, count=16, remainder=4)
 TWOS = DeviceCells(size=2, count=66)
+HIGH, LOW = ServiceClass("high", priority=1), ServiceClass("low")
 
 
 def loop(rules: ServiceClass, least: int, interval: float, *, leases: int = 1) -> Traffic:
@@ -88,6 +89,33 @@ def test_a_lease_that_is_known_to_end_keeps_what_it_needs_from_a_lower_class() -
     assert not high.over
     assert high.sms >= 22 / 0.5
     assert scheduler.drained(0.4, high) == [low]
+
+
+def test_a_lease_that_shrinks_is_known_to_end_later() -> None:
+    """It took its duration on all SMs; on fewer it is not over then, and does not give way."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])
+    size = SizeRange(32, 132)
+    (lease,) = scheduler.request(0.0, (size,), service="high", duration=Curve(13.2, 132)).grants
+    beside = scheduler.request(0.0, (SizeRange(96, 96),), service="high")
+    assert scheduler.checkpoint(0.01, lease) == [beside]
+    assert lease.ends == pytest.approx(0.01 + 0.09 * 132 / 32)
+    scheduler.request(0.02, (SizeRange(120, 120),), service="low")
+    assert scheduler.drained(0.2, beside.grants[0]) == []
+    assert scheduler.checkpoint(0.2, lease) == []
+    assert not lease.over
+
+
+def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_it_needs() -> None:
+    """The other lease need not come to a checkpoint before it ends."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])
+    (low,) = scheduler.request(0.0, (SizeRange(80, 132),), service="low").grants
+    size = SizeRange(8, 48)
+    first = scheduler.request(0.0, (size,), service="high", duration=0.1)
+    assert scheduler.checkpoint(0.001, low) == [first]
+    assert (low.sms, first.grants[0].sms) == (80, 48)
+    second = scheduler.request(0.002, (size,), service="high", duration=0.1)
+    assert scheduler.checkpoint(0.003, low) == [second]
+    assert low.over
 
 
 def disb(cells: DeviceCells) -> Program:

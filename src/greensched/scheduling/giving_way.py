@@ -18,7 +18,9 @@ def kept_at_checkpoint(
     which keep their minimum if their end is known. Only as many leases give way as are needed, and
     none gives up its minimum if the request would still not fit. A lease of higher priority then
     gives up nothing, because it would only end later. But a request of a higher class gets what
-    this lease gives up if that suffices now: it does not wait for a lower class's checkpoint.
+    this lease gives up if that suffices now: it does not wait for a lower class's checkpoint. Nor
+    does it wait for a lease of its own class or a higher one, which may reach no checkpoint before
+    its end.
 
     Args:
         allocator: The cells.
@@ -28,7 +30,7 @@ def kept_at_checkpoint(
         is_aged: Whether the request has aged, or the device is kept for it, so that leases of all
             classes give way.
     """
-    left, priority = _Left(allocator, request, grant.device), request.class_state.priority
+    left, priority = _Left(allocator, request, grant), request.class_state.priority
     if left.is_enough():
         return None
     if priority > grant.class_state.priority and (now_enough := left.keeps_now(grant)) is not None:
@@ -58,18 +60,21 @@ def kept_at_checkpoint(
 class _Left:
     """The cells of a device that would be free for a request."""
 
-    def __init__(self, allocator: SMAllocator, request: Request, device: int) -> None:
-        self._allocator, self._request, self._device = allocator, request, device
-        self._cells = allocator.devices[device]
+    def __init__(self, allocator: SMAllocator, request: Request, lease: Grant) -> None:
+        self._allocator, self._request, self._device = allocator, request, lease.device
+        self._cells = allocator.devices[lease.device]
         self._left: dict[Grant, int] = {}
         #: The leases that give SMs back at checkpoints.
         self.elastic: list[Grant] = []
-        for grant in allocator.grants[device]:
+        priority = request.class_state.priority
+        is_lower = lease.class_state.priority < priority
+        for grant in allocator.grants[lease.device]:
             if grant.draining:
                 self._left[grant] = grant.mask & self._cells.full_mask
             elif grant.request.is_elastic and not grant.is_shared:
                 self.elastic.append(grant)
-                self.keep(grant, grant.request.target[0].least)
+                if not (is_lower and grant.class_state.priority >= priority):
+                    self.keep(grant, grant.request.target[0].least)
 
     def keep(self, grant: Grant, sms: int) -> None:
         """Let an elastic lease keep this many of its SMs, or none (0)."""
