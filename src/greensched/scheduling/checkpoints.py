@@ -58,13 +58,13 @@ class Checkpoints:
         if self._gives_back(grant):
             least = self._least_kept(grant) if keeps is None else keeps
             if grant.mask == before and least < grant.sms:
-                self._resize(grant, least, least)
+                self._resize(grant, now, least, least)
             if grant.mask != before:
                 granted = dispatcher.dispatch(now)
         if self._takes_up(grant, now):
             held = grant.mask
             parts, target = grant.request.parts, grant.request.target
-            self._resize(grant, parts[0].least, target[0].most, prefer=before)
+            self._resize(grant, now, parts[0].least, target[0].most, prefer=before)
             if held & ~grant.mask:  # it moved, in order to have more
                 granted += dispatcher.dispatch(now)
         if dispatcher.may_change():
@@ -102,10 +102,12 @@ class Checkpoints:
         request.state, request.grants = QUEUED, ()
         queue.arrivals += 1
 
-    def _resize(self, grant: Grant, least: int, most: int, *, prefer: int = 0) -> None:
+    def _resize(self, grant: Grant, now: float, least: int, most: int, *, prefer: int = 0) -> None:
         mask, missing = self._allocator.choose_mask(grant, least, most, prefer=prefer)
         if mask != grant.mask:
+            sms = grant.sms
             self._allocator.resize(grant, mask)
+            grant.move_end(now, sms)
         self._dispatcher.need(grant.device, missing)
 
     def _gives_back(self, grant: Grant) -> bool:

@@ -126,6 +126,15 @@ class Grant:
         """
         return self.is_bounded and self.ends is not None and self.ends > now
 
+    def move_end(self, now: float, sms: int) -> None:
+        """Expect its known end later or earlier, because it had this many SMs until now."""
+        if not self.will_end(now) or self.sms == sms:
+            return
+        assert self.ends is not None
+        before, after = self.request.seconds(sms), self.request.seconds(self.sms)
+        if before and after:
+            self.ends = now + (self.ends - now) * after / before
+
     def frees_at(self, now: float, request: Request) -> float:
         """Return when its cells may be free for a request at the earliest, as far as is known.
 
