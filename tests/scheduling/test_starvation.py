@@ -118,6 +118,19 @@ def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_
     assert low.over
 
 
+def test_a_loan_returns_though_the_device_is_kept_for_a_lower_class() -> None:
+    """The borrower gives nothing up for that class, but what its owner waits for."""
+    owner = ServiceClass("owner", priority=2, reserve=16, max_wait_for_reserve=0.05)
+    borrower = ServiceClass("borrower", priority=1, preemptible=True)
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[owner, borrower, LOW])
+    size = SizeRange(40, 132)
+    (lease,) = scheduler.request(0.0, (size,), service="borrower", duration=0.04).grants
+    scheduler.request(0.0, (SizeRange(112, 112),), service="low")
+    waits = scheduler.request(0.025, (SizeRange(16, 16),), service="owner")
+    assert lease.loans
+    assert scheduler.checkpoint(0.03, lease) == [waits]
+
+
 def disb(cells: DeviceCells) -> Program:
     """Five classes with targets and best effort, as DISB's models beside training."""
     sizes, pieces = (24, 32, 40, 24, 16), (0.003, 0.004, 0.006, 0.005, 0.008)

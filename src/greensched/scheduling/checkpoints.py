@@ -56,7 +56,7 @@ class Checkpoints:
             return self._give_way(grant, now)
         granted: list[Request] = []
         if self._gives_back(grant):
-            least = self._least_kept(grant) if keeps is None else keeps
+            least = self._least_kept(grant, keeps)
             if grant.mask == before and least < grant.sms:
                 self._resize(grant, now, least, least)
             if grant.mask != before:
@@ -120,15 +120,16 @@ class Checkpoints:
             or shared_grants.is_leaving(self._allocator, grant.device)
         )
 
-    def _least_kept(self, grant: Grant) -> int:
-        """Return the SMs that an elastic grant keeps: its policy's, unless others must have them.
+    def _least_kept(self, grant: Grant, keeps: int | None) -> int:
+        """Return the SMs that an elastic grant keeps: its minimum if others must have the rest.
 
-        Those are the owners of borrowed cells, and shared grants that must leave.
+        Those are the owners of borrowed cells, and shared grants that must leave. Otherwise it is
+        what it keeps for the request that precedes it, or, if that is None, what its policy says.
         """
         is_due = any(owner.short or owner.waiting for owner in grant.loans)
-        is_leaving = shared_grants.is_leaving(self._allocator, grant.device)
-        must_give = is_due or is_leaving
-        return (grant.request.parts if must_give else grant.request.target)[0].least
+        if is_due or shared_grants.is_leaving(self._allocator, grant.device):
+            return grant.request.parts[0].least
+        return grant.request.target[0].least if keeps is None else keeps
 
     def _takes_up(self, grant: Grant, now: float) -> bool:
         """Say whether an elastic grant may take idle cells."""
