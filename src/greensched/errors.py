@@ -649,7 +649,6 @@ class DeviceHung(GreenschedError, TimeoutError):
 
 
 def _shortened(names: tuple[str, ...]) -> str:
-    """Return at most three names, the first ones."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

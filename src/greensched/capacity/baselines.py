@@ -114,7 +114,6 @@ class Streams:
 
     @asynccontextmanager
     async def open(self, machine: Machine) -> AsyncIterator[Clients]:
-        """Open clients on the streams."""
         clients = {
             (ordinal, name): StreamClient(machine, launch, ordinal, name, self)
             for (ordinal, name), launch in self._launches.items()

@@ -294,7 +294,6 @@ class _Tokens:
         self._fill()
 
     def join(self, arrival: Arrival) -> None:
-        """Add a request."""
         if arrival.generated > 1:
             self._waiting.append(arrival)
             self._fill()

@@ -42,7 +42,6 @@ class WeightedValues:
 
     @property
     def total(self) -> int:
-        """The total weight."""
         return self.cumulative[-1] if self.cumulative else 0
 
     def percentile(self, part: float) -> float:

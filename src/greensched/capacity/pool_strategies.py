@@ -58,7 +58,6 @@ class Classes(Fifo):
     about: str = "the pool with service classes: reserves, of which idle SMs are lent"
 
     def options(self, machine: Machine) -> dict[str, Any]:
-        """Return the classes."""
         return {"services": [self.service_class(service) for service in machine.services.values()]}
 
     def service_class(self, service: ServiceProfile) -> ServiceClass:

@@ -173,7 +173,6 @@ class _ServerGroup:
 
     @property
     def servers(self) -> list[Server]:
-        """All servers."""
         return [server for servers in self._by.values() for server in servers]
 
     def _server(self, device: int, service: ServiceProfile, clients: Clients) -> Server:

@@ -47,7 +47,6 @@ class Samples:
     done: float = 0.0
 
     def add(self, at: float, latency: float, served: float, weight: int = 1) -> None:
-        """Add a sample."""
         self.at.append(at)
         self.latency.append(latency)
         self.wait.append(max(0.0, latency - served))

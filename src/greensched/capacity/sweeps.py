@@ -78,7 +78,6 @@ class Best:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome of the best run."""
         assert self._best is not None  # a strategy was tried
         return self._best[1]
 

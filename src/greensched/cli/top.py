@@ -161,8 +161,6 @@ def _is_same(first: SnapshotDict, second: SnapshotDict) -> bool:
 
 
 class _Pool:
-    """One pool on the screen."""
-
     def __init__(
         self, snapshot: SnapshotDict, before: SnapshotDict | None, options: ConsoleOptions
     ) -> None:

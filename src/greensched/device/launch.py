@@ -117,7 +117,6 @@ class PreparedLaunch:
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel that it launches."""
         return self._parts[2]
 
     @property

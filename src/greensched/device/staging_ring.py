@@ -70,7 +70,6 @@ class StagingRing:
         self._used.append((stream, ticket, slot))
 
     def release(self, slot: StagingSlot) -> None:
-        """Free the slot."""
         self._free.append(slot)
 
     def close(self) -> None:

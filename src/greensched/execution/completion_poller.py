@@ -315,7 +315,6 @@ class CompletionPoller:
             self._poll_within(GIL_YIELD_EVERY_S)
 
     def thread_work_done(self) -> None:
-        """Note that a thread has done its work."""
         self._thread_work -= 1
 
     def thread_work_done_threadsafe(self) -> None:
@@ -641,7 +640,6 @@ class PollerRegistry:
         return any(poller.loop.call_threadsafe(partial(function, poller)) for poller in pollers)
 
     def all_locked(self) -> tuple[CompletionPoller, ...]:
-        """Return all pollers."""
         return tuple(self._pollers.values())
 
     def set_watchdog_locked(self, watchdog: Watchdog | None) -> None:

@@ -273,7 +273,6 @@ class _QueuedCall:
     context: ContextVars | None
 
     def run(self) -> None:
-        """Call the function."""
         if self.context is None:
             value = self.function()
         else:

@@ -78,7 +78,6 @@ class LeaseRecords:
             self.recorder.add(Queued(self._time(), request.order, name, waiting))
 
     def add_cancelled(self, request: Request) -> None:
-        """Record that a request was cancelled."""
         self.recorder.add(Cancelled(self._time(), request.order, request.class_state.name))
 
     def refused_in_queue(self, request: Request, error: Exception) -> None:

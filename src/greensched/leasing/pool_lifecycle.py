@@ -101,7 +101,6 @@ class PoolLifecycle:
 
     @property
     def state(self) -> PoolState:
-        """The current state of the pool."""
         if self._manager is not None:
             return self._manager.state
         return PoolState.NEW if self._closing is None else PoolState.CLOSED
@@ -238,7 +237,6 @@ class PoolLifecycle:
         self.recorder.flush()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Remove a watcher."""
         with self.lock:
             if self.recorder.stop(watcher) and self.granting is not None:
                 self.granting.unwatched_locked()

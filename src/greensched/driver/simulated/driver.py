@@ -131,7 +131,6 @@ class SimulatedDriver(
         return self.machine.version
 
     def supports(self, feature: Feature) -> bool:
-        """Say whether this version has a feature that `without` does not exclude."""
         return self.machine.supports(feature)
 
     def initialise(self) -> None:

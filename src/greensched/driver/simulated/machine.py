@@ -301,7 +301,6 @@ class Machine:
             raise from_status(900, what, detail=f"{stream!r} is capturing")
 
     def end_capture(self, stream: SimulatedStream) -> Capture | None:
-        """End the stream's capture, if it has one."""
         capture, stream.capture = stream.capture, None
         if capture is not None:
             self.captures.discard(capture)

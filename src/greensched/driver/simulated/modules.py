@@ -53,12 +53,10 @@ class LibraryKernel:
 
     @property
     def alive(self) -> bool:
-        """Whether its library is alive."""
         return self.library.alive
 
     @property
     def owner(self) -> object:
-        """The machine of its library."""
         return self.library.owner
 
     def __repr__(self) -> str:

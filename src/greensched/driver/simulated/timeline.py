@@ -258,7 +258,6 @@ class Timeline:
     # Everything below is called with the lock held.
 
     def submit(self, stream: StreamQueue, operation: Operation, latency: int = 0) -> None:
-        """Submit an operation to a stream now."""
         operation.stream = stream
         operation.enqueued = self.clock.now()
         operation.ready = operation.enqueued + latency

@@ -360,7 +360,6 @@ class _Mailbox:
         self._clock.wake(None)
 
     def get(self) -> Any:
-        """Wait for the next item."""
         self._clock.wait(lambda: bool(self._items))
         return self._items.popleft()
 
@@ -399,7 +398,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Selector(clock, self._participant))
 
     def time(self) -> float:
-        """Return the clock's time, in seconds."""
         return self._virtual_clock.seconds()
 
     def run_forever(self) -> None:
