@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 
 import greensched
 from greensched import driver as drivers
@@ -40,12 +40,10 @@ from greensched.errors import (
     WrongThread,
 )
 from greensched.kernels import Loader
-from greensched.typing import ContextFlags, DeviceFacts
+from greensched.typing import ContextFlags, DeviceFacts, T
 
 if TYPE_CHECKING:
     from greensched import Device
-
-T = TypeVar("T")
 
 logger = logging.getLogger("greensched")
 await_guard.skip_frames_of(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, Unpack, get_args
 
 import anyio
 
@@ -38,14 +38,13 @@ from greensched.scheduling.allocator import Placement
 from greensched.scheduling.policy import Policy, policy_named
 from greensched.scheduling.queue import validate_bound
 from greensched.scheduling.services import ServiceClass, validate_services
-from greensched.typing import Granularity, Size, SupportsDevice
+from greensched.typing import Granularity, Size, SupportsDevice, T
 
 if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPool
     from greensched.observability.trace import Trace
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 #: Seconds that `aclose` waits for leases to end, by default. Kubernetes' default leaves a process
 #: 30 s between SIGTERM and SIGKILL, and a pool should not take most of them.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from greensched.device.staging_ring import Bytes, pieces
 from greensched.device.streams import Event, Stream
 from greensched.device.tickets import TicketedStream
 from greensched.driver.types import HostMemory
+from greensched.typing import T
 
 #: Bytes of a chunk. 4 MiB take 70 us over PCIe 5.0, far more than a copy's fixed cost.
 CHUNK = 4 << 20
@@ -36,7 +37,6 @@ Array = npt.NDArray[Any]
 Moved = Callable[[int], object]
 #: (offset, bytes).
 Part = tuple[int, int]
-T = TypeVar("T")
 
 
 class DoubleBuffer:

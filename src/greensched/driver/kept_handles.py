@@ -15,11 +15,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
 
 from greensched.driver.types import ContextHandle, GreenHandle, ResourceHandle, StreamHandle
-
-T = TypeVar("T")
 
 #: Identifies a green context of a device: whether its split is fine, its cells, and whether its
 #: work queues are balanced. Equal cells are the same SMs in each pool, because the split is kept,

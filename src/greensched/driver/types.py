@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NewType, Protocol, TypeVar
+from typing import Final, NewType, Protocol
 
-from greensched.typing import CostModel, Parameter, Reference, SharingScope
-
-T = TypeVar("T")
+from greensched.typing import CostModel, Parameter, Reference, SharingScope, T
 
 #: Shared memory of a block, static and dynamic, beyond which a kernel must opt in. Source: cuda.h,
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: its default is this minus the static part.

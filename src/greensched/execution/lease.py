@@ -20,7 +20,7 @@ from contextvars import copy_context
 from functools import partial
 from inspect import CO_COROUTINE
 from types import FunctionType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from greensched._asynclib import get_ident
 from greensched.device.allocators import DeviceAllocator, PinnedAllocator
@@ -51,8 +51,7 @@ from greensched.execution.worker_calls import check_blocking, drop_capture
 from greensched.kernels import Abandonment
 from greensched.records import Done, Recorder, Submitted
 from greensched.scheduling.requests import Grant
-
-T = TypeVar("T")
+from greensched.typing import T
 
 logger = logging.getLogger("greensched")
 

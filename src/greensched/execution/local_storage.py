@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from greensched.errors import InvalidRequest
-
-T = TypeVar("T")
+from greensched.typing import T
 
 logger = logging.getLogger("greensched")
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from greensched import Granted, Kernel, Partition, Pool, PoolState, Record
 from greensched.driver import simulated
@@ -19,8 +19,7 @@ from greensched.errors import InvalidRequest
 from greensched.observability import sm_map
 from greensched.observability.lease_history import LeaseHistory, TracedDevice
 from greensched.observability.snapshot import DeviceSnapshot
-
-T = TypeVar("T")
+from greensched.typing import T
 
 #: The default GPU, with 132 SMs.
 DEFAULT_GPU = "h200"

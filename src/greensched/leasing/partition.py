@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,9 @@ from greensched.execution.worker_calls import check_blocking
 from greensched.kernels import Kernel
 from greensched.leasing.pool_lifecycle import PoolLifecycle
 from greensched.leasing.requests import LeaseRequest
-from greensched.typing import DeviceArray
+from greensched.typing import DeviceArray, T
 
 P = ParamSpec("P")
-T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 

@@ -32,13 +32,12 @@ from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.pool_state import CloseReport, PoolState
 from greensched.leasing.requests import LeaseOptions
-from greensched.typing import Size
+from greensched.typing import Size, T
 
 if TYPE_CHECKING:
     from greensched import Pool
 
 P = ParamSpec("P")
-T = TypeVar("T")
 E = TypeVar("E")
 V = TypeVar("V")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec
 
 from greensched.driver.simulated.device_models import (
     MEASURED,
@@ -21,10 +21,9 @@ from greensched.driver.simulated.driver import SimulatedDriver, current_driver
 from greensched.driver.simulated.faults import Crash, Fail, Fault, Hang, Slow
 from greensched.driver.simulated.timeline import Span
 from greensched.driver.simulated.virtual_clock import VirtualClock
-from greensched.typing import Cost, Feature
+from greensched.typing import Cost, Feature, T
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 __all__ = [
     "PRESETS",

@@ -33,9 +33,8 @@ from greensched.driver.simulated.timeline import DeviceState, DriverClock, Signa
 from greensched.driver.status import from_status
 from greensched.driver.types import EventHandle, StreamHandle
 from greensched.errors import DriverMisuse, LoopWouldBlock, NotSupported
-from greensched.typing import CaptureMode, ContextFlags, Feature
+from greensched.typing import CaptureMode, ContextFlags, Feature, T
 
-T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
 
 #: The version from which a simulated driver has a feature.

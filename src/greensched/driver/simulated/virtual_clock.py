@@ -25,13 +25,13 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Literal, TypeVarTuple, Unpack
 
 from greensched.driver.simulated.timeline import Timeline
 from greensched.driver.types import Mailbox
 from greensched.errors import DriverMisuse
+from greensched.typing import T
 
-T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 #: Seconds for which a loop polls files and sockets when nothing is due on the clock.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 from ray.exceptions import RayError
 from ray.experimental import get_object_locations
@@ -31,9 +31,7 @@ from greensched.integrations.ray.pool_actor import Health
 from greensched.integrations.ray.protocol import Message
 from greensched.integrations.ray.registry import PoolRegistry
 from greensched.integrations.ray.session import Session
-from greensched.typing import Size
-
-T = TypeVar("T")
+from greensched.typing import Size, T
 
 #: Seconds for a pool's process to report its health.
 HEALTH_TIMEOUT = 1.0
