@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from greensched.driver.simulated.captures import Captures
-from greensched.driver.simulated.context_stack import ContextStack
 from greensched.driver.simulated.contexts import Contexts
 from greensched.driver.simulated.device_models import MEASURED, DeviceModel
-from greensched.driver.simulated.events import Events
 from greensched.driver.simulated.faults import Fault
 from greensched.driver.simulated.machine import Machine
 from greensched.driver.simulated.memory import Memory
@@ -32,9 +30,7 @@ def current_driver() -> SimulatedDriver | None:
     return getattr(_threads, "driver", None)
 
 
-class SimulatedDriver(
-    Contexts, ContextStack, Resources, Streams, Events, Captures, Memory, Modules
-):
+class SimulatedDriver(Contexts, Resources, Streams, Captures, Memory, Modules):
     """A driver in memory. `simulated.open` makes it, and documents the arguments."""
 
     name: ClassVar[str] = "simulated"
