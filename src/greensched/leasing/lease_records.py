@@ -11,25 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 
+from greensched import records
 from greensched.errors import DeadlineExceeded
 from greensched.leasing.device_pool import DevicePool
 from greensched.leasing.requests import LeaseRequest
-from greensched.records import (
-    Cancelled,
-    Drained,
-    Expired,
-    Granted,
-    Lent,
-    Lost,
-    Queued,
-    Reclaimed,
-    Recorder,
-    Refused,
-    Released,
-    Requested,
-    Resized,
-    holder_name,
-)
+from greensched.records import holder_name
 from greensched.scheduling.class_state import ClassState
 from greensched.scheduling.requests import NO_LOANS, QUEUED, Grant, Request
 
@@ -47,7 +33,7 @@ class LeaseRecords:
         time: Returns the time of the driver's clock, in seconds.
     """
 
-    def __init__(self, recorder: Recorder, time: Callable[[], float]) -> None:
+    def __init__(self, recorder: records.Recorder, time: Callable[[], float]) -> None:
         self.recorder = recorder
         self.device_pools: tuple[DevicePool, ...] = ()
         #: The latest rare events: time and text.
@@ -62,23 +48,23 @@ class LeaseRecords:
         """Record that a request was made, with the context of its caller."""
         sizes, name = tuple(map(repr, request.sizes)), holder_name(holder)
         context = copy_context()
-        self.recorder.add(Requested(now, number, request.service, sizes, name, context))
+        self.recorder.add(records.Requested(now, number, request.service, sizes, name, context))
 
     def add_requested_again(self, now: float, number: int, grant: Grant) -> None:
         """Record that a lease without SMs requests them again, with the context of its task."""
         request, service = grant.request, grant.class_state.name
         sizes, context = tuple(map(str, request.parts)), copy_context()
         name = holder_name(request.holder if grant.holder is None else grant.holder)
-        self.recorder.add(Requested(now, number, service, sizes, name, context))
+        self.recorder.add(records.Requested(now, number, service, sizes, name, context))
 
     def add_queued(self, request: Request, waiting: int) -> None:
         """Record that a request waits, unless it is granted or rejected already."""
         if request.state is QUEUED:
             name = request.class_state.name
-            self.recorder.add(Queued(self._time(), request.order, name, waiting))
+            self.recorder.add(records.Queued(self._time(), request.order, name, waiting))
 
     def add_cancelled(self, request: Request) -> None:
-        self.recorder.add(Cancelled(self._time(), request.order, request.class_state.name))
+        self.recorder.add(records.Cancelled(self._time(), request.order, request.class_state.name))
 
     def refused_in_queue(self, request: Request, error: Exception) -> None:
         """Record that a request left the queue with an error. Not for use under the lock."""
@@ -88,16 +74,16 @@ class LeaseRecords:
         self.tell_rarely("%s a queued request of class %r: %s", what, name, error)
         if self.recorder.watched:
             now, number = self._time(), request.order
-            refused = Refused(now, number, name, type(error).__name__)
-            self.recorder.emit(Expired(now, number, name) if is_expired else refused)
+            refused = records.Refused(now, number, name, type(error).__name__)
+            self.recorder.emit(records.Expired(now, number, name) if is_expired else refused)
 
     # -- grants ----------------------------------------------------------------------------------
 
-    def granted(self, grant: Grant, now: float) -> Granted:
+    def granted(self, grant: Grant, now: float) -> records.Granted:
         """Make the record of a grant, and number it."""
         request, device_pool = grant.request, self.device_pools[grant.device]
         grant.number = grant.number or self.recorder.next_number()
-        return Granted(
+        return records.Granted(
             now,
             request.order,
             grant.number,
@@ -122,14 +108,14 @@ class LeaseRecords:
             add(self.granted(grant, now))
         elif grant.mask:
             ordinal, cells = device_pool.device.ordinal, grant.mask & device_pool.cells.full_mask
-            add(Resized(now, grant.number, name, ordinal, cells, grant.sms))
+            add(records.Resized(now, grant.number, name, ordinal, cells, grant.sms))
         # Other grants, too, because owners may write off their loans.
         for borrower in {grant: None, **dict.fromkeys(self._told_loans)}:
             self._add_loans(borrower, now)
         if not grant.mask:
             if grant.released is None:
-                add(Released(now, grant.number, name))
-            add(Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
+                add(records.Released(now, grant.number, name))
+            add(records.Drained(now, grant.number, name, grant.used + sms * (now - grant.since)))
             if grant.request.state is QUEUED:  # it gave way, and is queued again
                 self.add_requested_again(now, grant.request.order, grant)
 
@@ -142,7 +128,7 @@ class LeaseRecords:
         for owner in {**before, **loans}:
             more = (loans.get(owner, 0) - before.get(owner, 0)) * device_pool.cells.size
             if more:
-                kind = Lent if more > 0 else Reclaimed
+                kind = records.Lent if more > 0 else records.Reclaimed
                 names = grant.class_state.name, device_pool.device.ordinal, owner.name
                 self.recorder.add(kind(now, grant.number, *names, abs(more)))
         if loans:
@@ -154,7 +140,7 @@ class LeaseRecords:
         """Record that the block of a lease was left before its work was done."""
         grant.released = now
         if self.recorder.watched:
-            self.recorder.add(Released(now, grant.number, grant.class_state.name))
+            self.recorder.add(records.Released(now, grant.number, grant.class_state.name))
 
     def forget(self) -> None:
         """Forget earlier records, because the last watcher has gone."""
@@ -172,4 +158,6 @@ class LeaseRecords:
         message = "the GPU is unusable until this process is replaced: %s (leased then: %s)"
         self.tell_rarely(message, error, ", ".join(leased) or "nothing", level=logging.ERROR)
         if self.recorder.watched:
-            self.recorder.emit(Lost(self._time(), getattr(error, "device", None), str(error)))
+            self.recorder.emit(
+                records.Lost(self._time(), getattr(error, "device", None), str(error))
+            )

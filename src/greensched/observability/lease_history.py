@@ -6,23 +6,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from greensched import records
 from greensched.device.device import Device
-from greensched.records import (
-    Cancelled,
-    Done,
-    Drained,
-    Expired,
-    Granted,
-    Lent,
-    Lost,
-    Queued,
-    Reclaimed,
-    Record,
-    Refused,
-    Released,
-    Requested,
-    Resized,
-)
 from greensched.scheduling.cells import DeviceCells
 
 
@@ -118,33 +103,33 @@ class LeaseHistory:
         self._asked: dict[int, bool] = {}
         self._queued: Counter[str] = Counter()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: records.Record) -> None:
         """Process the next record."""
         match record:
-            case Requested():
+            case records.Requested():
                 self.services[record.service].requests["requested"] += 1
                 self._asked[record.request] = False
-            case Queued():
+            case records.Queued():
                 self._asked[record.request] = True
                 self._note_waiting(record, 1)
-            case Granted():
+            case records.Granted():
                 self._grant(record)
-            case Resized():
+            case records.Resized():
                 self._change(record, cells=record.cells, sms=record.sms)
-            case Lent() | Reclaimed():
+            case records.Lent() | records.Reclaimed():
                 self._lend(record)
-            case Released():
+            case records.Released():
                 self._change(record, draining=True)
-            case Drained():
+            case records.Drained():
                 self._end(record.lease, record.time)
-            case Done():
+            case records.Done():
                 self._count_job(record)
-            case Refused() | Expired() | Cancelled():
+            case records.Refused() | records.Expired() | records.Cancelled():
                 self._answer(record)
-            case Lost():
+            case records.Lost():
                 self.lost.append(record.error)
 
-    def _grant(self, record: Granted) -> None:
+    def _grant(self, record: records.Granted) -> None:
         service = self.services[record.service]
         service.leases += 1
         if record.request in self._asked:  # otherwise a further part, or a lease from before
@@ -161,19 +146,23 @@ class LeaseHistory:
             record.time,
         )
 
-    def _count_job(self, record: Done) -> None:
+    def _count_job(self, record: records.Done) -> None:
         span = self._open.get(record.lease)
         service = self.services["" if span is None else span.service]
         service.jobs += 1
         service.failed += bool(record.error)
 
-    def _lend(self, record: Lent | Reclaimed) -> None:
+    def _lend(self, record: records.Lent | records.Reclaimed) -> None:
         span = self._open.get(record.lease)
         if span is not None:
-            more = record.sms if isinstance(record, Lent) else -record.sms
+            more = record.sms if isinstance(record, records.Lent) else -record.sms
             self._change(record, lent=max(0, span.lent + more))
 
-    def _change(self, record: Resized | Released | Lent | Reclaimed, **to: Any) -> None:
+    def _change(
+        self,
+        record: records.Resized | records.Released | records.Lent | records.Reclaimed,
+        **to: Any,
+    ) -> None:
         span = self._open.get(record.lease)
         if span is not None:
             self._keep(span, record.time)
@@ -190,14 +179,22 @@ class LeaseHistory:
             self.services[span.service].sm_seconds += ended.sm_seconds
             self.spans.append(ended)
 
-    def _answer(self, record: Granted | Refused | Expired | Cancelled) -> None:
+    def _answer(
+        self, record: records.Granted | records.Refused | records.Expired | records.Cancelled
+    ) -> None:
         """Count the outcome of a request."""
         self.services[record.service].requests[type(record).__name__.lower()] += 1
         if self._asked.pop(record.request, False):
             self._note_waiting(record, -1)
 
     def _note_waiting(
-        self, record: Queued | Granted | Refused | Expired | Cancelled, more: int
+        self,
+        record: records.Queued
+        | records.Granted
+        | records.Refused
+        | records.Expired
+        | records.Cancelled,
+        more: int,
     ) -> None:
         self._queued[record.service] += more
         self.waiting.append((record.time, record.service, self._queued[record.service]))

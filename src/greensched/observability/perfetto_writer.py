@@ -29,24 +29,8 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
     TrackEvent,
 )
 
+from greensched import records
 from greensched.observability.lease_history import TracedDevice
-from greensched.records import (
-    Cancelled,
-    Done,
-    Drained,
-    Expired,
-    Granted,
-    Lent,
-    Lost,
-    Queued,
-    Reclaimed,
-    Record,
-    Refused,
-    Released,
-    Requested,
-    Resized,
-    Submitted,
-)
 
 #: The tag of a packet in a trace.
 PACKET: Final = bytes([Trace.PACKET_FIELD_NUMBER << 3 | 2])
@@ -126,21 +110,21 @@ class PerfettoWriter:
         self._stream_of: dict[int, _Stream] = {}
         #: The latest granted request and its flow, for its further leases.
         self._last_granted = (-1, 0)
-        self._encoders: dict[type[Record], Callable[[Any], None]] = {
-            Requested: self._request,
-            Queued: self._queue,
-            Granted: self._grant,
-            Resized: self._resize,
-            Lent: self._lend,
-            Reclaimed: self._lend,
-            Submitted: self._submit,
-            Done: self._finish,
-            Released: self._release,
-            Drained: self._drain,
-            Refused: self._answer,
-            Expired: self._answer,
-            Cancelled: self._answer,
-            Lost: self._lose,
+        self._encoders: dict[type[records.Record], Callable[[Any], None]] = {
+            records.Requested: self._request,
+            records.Queued: self._queue,
+            records.Granted: self._grant,
+            records.Resized: self._resize,
+            records.Lent: self._lend,
+            records.Reclaimed: self._lend,
+            records.Submitted: self._submit,
+            records.Done: self._finish,
+            records.Released: self._release,
+            records.Drained: self._drain,
+            records.Refused: self._answer,
+            records.Expired: self._answer,
+            records.Cancelled: self._answer,
+            records.Lost: self._lose,
         }
         for device in devices:
             facts = {RECORD: "Device", **asdict(device)}
@@ -152,7 +136,7 @@ class PerfettoWriter:
         packets, self._packets = self._packets.getvalue(), io.BytesIO()
         return packets
 
-    def add(self, record: Record) -> None:
+    def add(self, record: records.Record) -> None:
         """Encode the next record."""
         self._nanoseconds = max(self._nanoseconds, round(record.time * 1e9))
         self._encoders[type(record)](record)
@@ -171,13 +155,13 @@ class PerfettoWriter:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _request(self, record: Requested) -> None:
+    def _request(self, record: records.Requested) -> None:
         self._end_wait(record.request)  # the record of its answer was dropped
         flow, key = self._new_flow(), ("wait", record.service)
         begun = self._begin_slice(key, self._queue_track(), _name(record.service), record, (flow,))
         self._waits[record.request] = _Wait(begun, flow)
 
-    def _queue(self, record: Queued) -> None:
+    def _queue(self, record: records.Queued) -> None:
         wait = self._waits.get(record.request)
         if wait is not None:
             wait.is_queued = True
@@ -194,7 +178,7 @@ class PerfettoWriter:
             self._count_waiting(service, -1)
         return wait.flow
 
-    def _answer(self, record: Refused | Expired | Cancelled) -> None:
+    def _answer(self, record: records.Refused | records.Expired | records.Cancelled) -> None:
         flow = self._end_wait(record.request, record.service)
         track = self._track(("answers",), "other answers", self._queue_track())
         name = f"{type(record).__name__.lower()}: {_name(record.service)}"
@@ -202,7 +186,7 @@ class PerfettoWriter:
 
     # -- leases ----------------------------------------------------------------------------------
 
-    def _grant(self, record: Granted) -> None:
+    def _grant(self, record: records.Granted) -> None:
         flow = self._end_wait(record.request, record.service)
         if not flow and record.request == self._last_granted[0]:
             flow = self._last_granted[1]
@@ -214,7 +198,7 @@ class PerfettoWriter:
         )
         self._count(record.device)
 
-    def _begin_on_cells(self, record: Granted | Resized, flows: Flows) -> _Slice:
+    def _begin_on_cells(self, record: records.Granted | records.Resized, flows: Flows) -> _Slice:
         key = ("lease", record.device, record.cells)
         parent = self._device(record.device)
         ranges = self._devices[record.device].sms_of(record.cells)
@@ -223,7 +207,7 @@ class PerfettoWriter:
         name = _name(record.service)
         return self._begin_slice(key, parent, name, record, flows, label=f"SMs {label}", rank=rank)
 
-    def _resize(self, record: Resized) -> None:
+    def _resize(self, record: records.Resized) -> None:
         lease = self._leases.get(record.lease)
         if lease is not None:
             self._end_lease(lease)
@@ -231,42 +215,42 @@ class PerfettoWriter:
             lease.slice = self._begin_on_cells(record, (lease.flow,))
             self._count(lease.device)
 
-    def _lend(self, record: Lent | Reclaimed) -> None:
+    def _lend(self, record: records.Lent | records.Reclaimed) -> None:
         lease = self._leases.get(record.lease)
         if lease is not None:
-            is_lent = isinstance(record, Lent)
+            is_lent = isinstance(record, records.Lent)
             lease.lent = max(0, lease.lent + (record.sms if is_lent else -record.sms))
             what = "borrowed" if is_lent else "returned"
             name = f"{what} {record.sms} SMs of {record.owner}"
             self._event(_INSTANT, lease.slice.track, name, _annotations(record))
             self._count(lease.device)
 
-    def _release(self, record: Released) -> None:
+    def _release(self, record: records.Released) -> None:
         lease = self._leases.get(record.lease)
         if lease is not None:
             lease.is_draining = True
             self._event(_BEGIN, lease.slice.track, "draining", _annotations(record))
             self._count(lease.device)
 
-    def _drain(self, record: Drained) -> None:
+    def _drain(self, record: records.Drained) -> None:
         lease = self._leases.pop(record.lease, None)
         if lease is not None:
             self._end_lease(lease, record)
             self._count(lease.device)
 
-    def _end_lease(self, lease: _Lease, record: Record | None = None) -> None:
+    def _end_lease(self, lease: _Lease, record: records.Record | None = None) -> None:
         if lease.is_draining:
             self._event(_END, lease.slice.track)
         self._end_slice(lease.slice, record)
 
-    def _lose(self, record: Lost) -> None:
+    def _lose(self, record: records.Lost) -> None:
         known = record.device if record.device in self._devices else None
         track = self._queue_track() if known is None else self._device(known)
         self._event(_INSTANT, track, f"lost: {record.error}", _annotations(record))
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def _submit(self, record: Submitted) -> None:
+    def _submit(self, record: records.Submitted) -> None:
         lease = self._leases.get(record.lease)
         if lease is None:
             return
@@ -283,7 +267,7 @@ class PerfettoWriter:
         if len(stream.jobs) == 1:
             self._event(_BEGIN, stream.track, name, ends=flow)
 
-    def _finish(self, record: Done) -> None:
+    def _finish(self, record: records.Done) -> None:
         stream = self._stream_of.pop(record.job, None)
         if stream is None:
             return
@@ -357,7 +341,7 @@ class PerfettoWriter:
         key: Key,
         parent: int,
         name: str,
-        record: Record,
+        record: records.Record,
         flows: Flows,
         *,
         label: str = "",
@@ -371,7 +355,7 @@ class PerfettoWriter:
         self._event(_BEGIN, track, name, _annotations(record), flows)
         return _Slice(track, key, row)
 
-    def _end_slice(self, begun: _Slice, record: Record | None = None) -> None:
+    def _end_slice(self, begun: _Slice, record: records.Record | None = None) -> None:
         self._rows[begun.key].discard(begun.row)
         annotations = None if record is None else _annotations(record)
         self._event(_END, begun.track, annotations=annotations)
@@ -411,7 +395,7 @@ def _name(service: str) -> str:
     return service or "no class"
 
 
-def _annotations(record: Record) -> Annotations:
+def _annotations(record: records.Record) -> Annotations:
     values = record.as_dict()
     del values["time"]
     return values
