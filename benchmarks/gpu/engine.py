@@ -726,13 +726,6 @@ def load(options: argparse.Namespace) -> list[Bench]:
     import torch
     from model import load as load_model
 
-    if options.tiny:
-        torch.set_num_threads(1)
-        sizes = {
-            "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp": 64,
-            "vocabulary": 512, "slots": 16, "decode_sizes": (4, 16),
-        }  # fmt: skip
-        return [Bench(load_model(device="cpu", **sizes), SIMULATED, 132)]
     return [
         Bench(
             load_model(options.model, device=f"cuda:{device}"),
@@ -764,7 +757,6 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--check", action="store_true", help="measure passes first")
     made.add_argument("--small", action="store_true", help="a small model in numpy, simulated")
-    made.add_argument("--tiny", action="store_true", help="a small model in torch, on the CPU")
     made.add_argument("--json", type=Path, metavar="FILE")
     made.add_argument("--plot", type=Path, metavar="FILE")
     return made

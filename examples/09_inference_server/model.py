@@ -332,7 +332,7 @@ class Attention:
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
         slots, context = inputs.slots, model.shape.context
-        self._context, self._rows, self._length = context, inputs.rows, inputs.length
+        self._context, self._rows = context, inputs.rows
         starts = torch.arange(len(slots) + 1, device=slots.device)
         self._kinds = []
         if inputs.rows:
