@@ -27,15 +27,13 @@ COMPUTE_BOUND, TWICE = 512, 1024
 FUSED = 1.14
 
 
-def _per_token(prefill: ServiceProfile) -> float:
-    return (prefill.seconds(TWICE) - prefill.seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
-
-
 def pass_seconds(prefill: ServiceProfile, tokens: int) -> float:
     """Return the seconds of a pass over some tokens of several sequences."""
     if tokens <= TWICE:
         return prefill.seconds(tokens)
-    return prefill.seconds(TWICE) + (tokens - TWICE) * _per_token(prefill)
+    twice = prefill.seconds(TWICE)
+    per_token = (twice - prefill.seconds(COMPUTE_BOUND)) / (TWICE - COMPUTE_BOUND)
+    return twice + (tokens - TWICE) * per_token
 
 
 def long_seconds(prefill: ServiceProfile, tokens: int) -> float:

@@ -129,7 +129,7 @@ Interval = tuple[float, float, float]
 def interval(values: Sequence[float]) -> Interval:
     """Return the mean and the bounds of its bootstrap interval over seeds."""
     right = [value for value in values if not math.isnan(value)]
-    return bootstrap(len(right), lambda some: _mean([right[i] for i in some]))
+    return bootstrap(len(right), lambda some: sum(right[i] for i in some) / len(some))
 
 
 def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
@@ -143,10 +143,6 @@ def bootstrap(seeds: int, of: Callable[[Sequence[int]], float]) -> Interval:
         return of(range(seeds)), math.nan, math.nan
     cut = int((1 - INTERVAL) / 2 * len(values))
     return of(range(seeds)), values[cut], values[-1 - cut]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:

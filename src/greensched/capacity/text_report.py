@@ -43,14 +43,10 @@ def table(results: Results) -> str:
         *(
             f"{name:12} {strategy.about}"
             for name, strategy in all_strategies().items()
-            if _includes(report, name)
+            if any(group["policy"] == name for group in report["runs"])
         ),
     ]
     return "\n".join([*lines, "", _caveat(results)])
-
-
-def _includes(report: dict[str, Any], name: str) -> bool:
-    return any(group["policy"] == name for group in report["runs"])
 
 
 def _group_rows(groups: list[dict[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from greensched.cli.terminal import print_json
 from greensched.errors import InvalidRequest, SocketUnavailable
+from greensched.observability import sm_map
 from greensched.observability.snapshot_client import find_sockets, read_snapshot
 
 #: The result of `Snapshot.as_dict`, and parts of it.
@@ -170,7 +171,9 @@ class _Pool:
         self._is_wide = options.max_width >= WIDE
         self._fill = {name: fills[options.ascii_only] for name, fills in FILLS.items()}
         self._services = [
-            service for service in snapshot["services"] if service["name"] or _is_used(service)
+            service
+            for service in snapshot["services"]
+            if any(service[key] for key in ("name", "granted", "waiting", "refused"))
         ]
         names = [service["name"] for service in self._services]
         self._letters = _letters(names)
@@ -406,10 +409,6 @@ class _Pool:
         return self._rows("the last events", rows)
 
 
-def _is_used(service: SnapshotDict) -> bool:
-    return bool(service["granted"] or service["waiting"] or service["refused"])
-
-
 def _letters(names: Iterable[str]) -> dict[str, str]:
     """Return a capital letter for each class: its own initial, or another free letter."""
     letters: dict[str, str] = {}
@@ -426,17 +425,8 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
 
 def _cells(lease: SnapshotDict) -> str:
     """Return the numbers of a lease's cells as ranges."""
-    ranges: list[list[int]] = []
-    for number in range(lease["cells"].bit_length()):
-        if lease["cells"] >> number & 1:
-            if ranges and ranges[-1][-1] == number - 1:
-                ranges[-1][1:] = [number]
-            else:
-                ranges.append([number])
-    is_single = ranges == [[number] for number, *_ in ranges] and len(ranges) == 1
-    return ("cell " if is_single else "cells ") + ", ".join(
-        "-".join(map(str, pair)) for pair in ranges
-    )
+    numbers = sm_map.numbers(lease["cells"])
+    return f"cell{'s' * (len(numbers) != 1)} {sm_map.ranges(numbers)}"
 
 
 def _printable(text: str) -> str:

@@ -182,7 +182,8 @@ class _Samples:
     def add_pool(self, reading: PoolReading) -> None:
         self._add("pool_ready", reading.is_ready)
         if reading.fault is not None:
-            self._add("pool_fault", 1, *reading.fault_labels)
+            status = getattr(reading.fault, "name", "")  # of the driver, if it is one of its errors
+            self._add("pool_fault", 1, type(reading.fault).__name__, status)
         if reading.statistics is None:
             return
         version = getattr(greensched, "__version__", "")

@@ -94,11 +94,6 @@ class PoolReading:
     statistics: PoolStatistics | None
     devices: tuple[DeviceReading, ...] = ()
 
-    @property
-    def fault_labels(self) -> tuple[str, str]:
-        """The name of the fault's class, and the name of its driver status, or ""."""
-        return type(self.fault).__name__, getattr(self.fault, "name", "")
-
 
 def read(pool: Pool) -> PoolReading:
     """Read a pool and check its devices. Never waits. From any thread."""

@@ -150,7 +150,7 @@ class SimGPU:
             PartitionClosed: The block has ended, or has not begun.
         """
         handle: Any = partition.context.resources.sm.handle
-        return _ids(handle.mask)
+        return frozenset(sm_map.numbers(handle.mask))
 
     def assert_ran(
         self,
@@ -180,13 +180,14 @@ class SimGPU:
                 len(launches) == times, f"{name} ran {len(launches)} times, expected {times}"
             )
         for launch in launches:
-            at = _ranges(launch.sms)
+            at = sm_map.ranges(launch.sms)
             self._check(
                 sms in (None, len(launch.sms)),
                 f"{name} ran on {len(launch.sms)} SMs, expected {sms}",
             )
             self._check(
-                on in (None, launch.sms), f"{name} ran on SMs {at}, expected {_ranges(on or ())}"
+                on in (None, launch.sms),
+                f"{name} ran on SMs {at}, expected {sm_map.ranges(on or ())}",
             )
             self._check(
                 by is None or launch.end <= by,
@@ -199,7 +200,8 @@ class SimGPU:
         for launch, other in self._pairs(first, second):
             shared = launch.sms & other.sms if launch.device == other.device else frozenset()
             self._check(
-                not shared, f"{launch.kernel} and {other.kernel} both ran on SMs {_ranges(shared)}"
+                not shared,
+                f"{launch.kernel} and {other.kernel} both ran on SMs {sm_map.ranges(shared)}",
             )
 
     def assert_at_once(self, first: Kernel | str, second: Kernel | str) -> None:
@@ -316,26 +318,11 @@ def _leaves_on_purpose(driver: SimulatedDriver, faults: Iterable[Fault]) -> bool
 
 def _launched(span: Span) -> Launched:
     times = (nanoseconds / 1e9 for nanoseconds in (span.enqueued, span.start, span.end))
-    return Launched(span.name, span.device, _ids(span.sms), *times)
-
-
-def _ids(mask: int) -> frozenset[int]:
-    return frozenset(index for index in range(mask.bit_length()) if mask >> index & 1)
-
-
-def _ranges(ids: Iterable[int]) -> str:
-    """Format ids as ranges: `0-15, 32`."""
-    ranges: list[list[int]] = []
-    for number in sorted(ids):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ", ".join("-".join(map(str, pair)) for pair in ranges)
+    return Launched(span.name, span.device, frozenset(sm_map.numbers(span.sms)), *times)
 
 
 def _place(sms: frozenset[int], device: int) -> str:
-    return f"{len(sms)} SMs ({_ranges(sms)}) of device {device}"
+    return f"{len(sms)} SMs ({sm_map.ranges(sms)}) of device {device}"
 
 
 def _name(kernel: Kernel | str | None) -> str | None:

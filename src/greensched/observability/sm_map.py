@@ -150,3 +150,19 @@ def _rows(
         since = rows.pop()[0] if rows and rows[-1][2] == line else low
         rows.append((since, high, line))
     return rows
+
+
+def numbers(mask: int) -> list[int]:
+    """Return the numbers of the SMs or cells in a mask."""
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as ranges: `0-15, 32`."""
+    ends: list[list[int]] = []
+    for number in sorted(numbers):
+        if ends and number == ends[-1][-1] + 1:
+            ends[-1][1:] = [number]
+        else:
+            ends.append([number])
+    return ", ".join("-".join(map(str, pair)) for pair in ends)
