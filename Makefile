@@ -29,6 +29,7 @@
 #   make bench          run the benchmarks on the simulated driver; STANDIN=... adds the real bindings
 #   make bench-gpu      run the benchmarks on this machine's GPU, with the Python of test-gpu
 #   make bench-engine   find the highest rate of each way to serve a language model, on this machine's GPU
+#   make bench-models   find how many texts a second model reads beside a chat, on this machine's GPU
 #   make bench-http     run the FastAPI example at twice its capacity for a minute
 #   make bench-ray      run a fleet on a Ray cluster of three nodes with simulated GPUs, with faults
 #   make fuzz-scheduler run PROGRAMS=10000 random programs against the scheduler, in one process, and
@@ -54,7 +55,7 @@ SOURCES  := $(shell find src -name '*.py')
 # Bytecode is written: without it each process of a run compiles the package, the tests and hypothesis.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs screens docs-serve test faults every-call schedules check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
+.PHONY: demo docs screens docs-serve test faults every-call schedules check check-counts format test-standin test-integrations check-extras test-gpu bench bench-gpu bench-engine bench-models bench-http bench-ray test-embedding soak fuzz-scheduler compiled test-compiled dist test-matrix clean
 
 demo: $(VENV)/.ready
 	$(BIN)/greensched demo $(ARGS)
@@ -147,6 +148,9 @@ bench-gpu:
 # On one GPU, at most nine minutes; `ARGS="--json FILE --plot FILE"`.
 bench-engine:
 	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu.engine $(ARGS)
+
+bench-models:
+	PYTHONPATH=src:$$PYTHONPATH $(or $(GPU_PYTHON),python3) -m benchmarks.gpu.two_models $(ARGS)
 
 bench-http: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.system.http $(ARGS)

@@ -42,7 +42,7 @@ from benchmarks.lib.report import Report, clocks, smi
 from greensched import ALL, REST, Pool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "09_inference_server"))
-from batch import Answer, Batch, Piece
+from batch import AHEAD, Answer, Batch, Piece
 from engine import (
     Engine,
     Place,
@@ -57,6 +57,9 @@ from engine import (
     sized,
     sized_classes,
 )
+from engine import (
+    serve as serve,
+)
 
 #: Seconds within which the first token has to come.
 FIRST = 0.5
@@ -70,6 +73,8 @@ MAX_WAITING = 4096
 SIMULATED = "simulated:h100x2"
 #: Tokens of a cached sequence while passes are measured.
 CACHED = 700
+#: Green contexts of torch: each ends with its object, also under its streams.
+GREEN_CONTEXTS: list[Any] = []
 
 
 # -- requests -------------------------------------------------------------------------------------
@@ -169,24 +174,18 @@ class Streams:
     def __init__(self, device: int) -> None:
         self._device = device
         self._made: dict[str, Place] = {}
-        #: Green contexts of torch: each ends with its object, also under its streams.
-        self._contexts: list[Any] = []
 
     def place(self, name: str, make: Callable[[], Any], priority: int = 0) -> Place:
         """Return the place of this name; make it at the first use."""
         if name not in self._made:
-            self._made[name] = on_stream(lambda: use_stream(self._device, priority), make)
+            self._made[name] = Stream(lambda: use_stream(self._device, priority)).place(make)
         return self._made[name]
 
     def green(self, sms: int, make: Callable[[], Any]) -> Place:
         """Return a place on a green context of torch."""
-        from torch.cuda.green_contexts import GreenContext
-
         name = f"green {sms}"
         if name not in self._made:
-            context = GreenContext.create(num_sms=sms, device_id=self._device)
-            self._contexts.append(context)
-            self._made[name] = on_stream(lambda: use(context.Stream()), make)
+            self._made[name] = green_stream(self._device, sms).place(make)
         return self._made[name]
 
 
@@ -205,30 +204,48 @@ def use(stream: Any) -> None:
     torch.cuda.set_stream(stream)
 
 
-def on_stream(begin: Callable[[], None], make: Callable[[], Any]) -> Place:
-    """Return a place that is a thread with a stream; another thread waits for the passes."""
-    thread, waits = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    thread.submit(begin).result()
-    graphs = thread.submit(make).result()
+class Stream:
+    """A thread with a stream, on which passes run; another thread waits for them.
 
-    def wait(launched: Future[Answer]) -> Answer:
-        answer = launched.result()
-        answer.wait()
-        return answer
+    Args:
+        begin: makes the stream the thread's current one.
+    """
 
-    def run(batch: Batch) -> Awaitable[Answer]:
-        launched = thread.submit(graphs.launch, batch)
-        return asyncio.get_running_loop().run_in_executor(waits, wait, launched)
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._thread, self._waits = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._thread.submit(begin).result()
 
-    return held(run)
+    def place(self, make: Callable[[], Any], ahead: int = AHEAD) -> Place:
+        """Return a place with the graphs that `make` captures here."""
+        graphs = self._thread.submit(make).result()
+
+        def wait(launched: Future[Answer]) -> Answer:
+            answer = launched.result()
+            answer.wait()
+            return answer
+
+        def run(batch: Batch) -> Awaitable[Answer]:
+            launched = self._thread.submit(graphs.launch, batch)
+            return asyncio.get_running_loop().run_in_executor(self._waits, wait, launched)
+
+        return held(run, ahead)
 
 
-def held(run: Run) -> Place:
+def green_stream(device: int, sms: int) -> Stream:
+    """Return a stream of a green context of torch."""
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=sms, device_id=device)
+    GREEN_CONTEXTS.append(context)
+    return Stream(lambda: use(context.Stream()))
+
+
+def held(run: Run, ahead: int = AHEAD) -> Place:
     """Return a place that stays entered."""
 
     @asynccontextmanager
     async def take() -> AsyncIterator[Turn]:
-        yield Turn(run)
+        yield Turn(run, ahead=ahead)
 
     return take
 
@@ -356,8 +373,8 @@ class Bench:
     async def sized(self, sms: int) -> AsyncIterator[Serve]:
         """greensched, sized: leases that change with the load.
 
-        It is the server's default: a decode step of few sequences has `sms` SMs, of many all while
-        no prompt waits or is read; a prompt has all while no sequence grows, or else the others.
+        It is the server's default: a decode step of few sequences has `sms` SMs, of many all once
+        no prompt has come for a while; a prompt has all while no sequence grows, else the others.
         """
         async with self._pool(sms) as pool:
 
@@ -388,24 +405,39 @@ class Bench:
 async def run(model: Any, serves: list[Serve], arrivals: list[Arrival]) -> dict[str, Any]:
     """Serve requests and return what their clients would have measured.
 
-    Each way to serve has an engine; a request goes to the one with the fewest sequences. Requests
-    that are late are given up after the last one came: they are not in time.
+    Each way to serve has an engine; a request goes to the one with the fewest sequences.
     """
     engines = [Engine(model.shape, MAX_WAITING) for _ in serves]
+    serving = [serve(engine) for serve, engine in zip(serves, engines, strict=True)]
+    requests = [(arrival, lambda: min(engines, key=load_of)) for arrival in arrivals]
+    sequences, seconds, late = await served(engines, serving, requests)
+    return {**figures(sequences, seconds), "late_ms": 1e3 * late}
+
+
+async def served(
+    engines: list[Engine],
+    loops: list[Awaitable[None]],
+    requests: list[tuple[Arrival, Callable[[], Engine]]],
+) -> tuple[list[Timed], float, float]:
+    """Run the loops of engines while requests arrive, each at the engine that is chosen then.
+
+    Requests that are late are given up after the last one came: they are not in time.
+
+    Returns:
+        The sequences of the requests, the seconds that they took, and how late one was submitted.
+    """
     rng = random.Random(0)
-    prompts = [[rng.randrange(500) for _ in range(arrival.prompt)] for arrival in arrivals]
+    prompts = [[rng.randrange(500) for _ in range(arrival.prompt)] for arrival, _ in requests]
     gc.collect()
     gc.freeze()  # else a collection of all of torch's objects would delay some tokens by 20 ms
-    serving = [
-        asyncio.ensure_future(serve(engine)) for serve, engine in zip(serves, engines, strict=True)
-    ]
+    serving = [asyncio.ensure_future(loop) for loop in loops]
     sequences: list[Timed] = []
     began, late = time.perf_counter(), 0.0
-    for arrival, prompt in zip(arrivals, prompts, strict=True):
+    for (arrival, engine), prompt in zip(requests, prompts, strict=True):
         await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
         late = max(late, time.perf_counter() - began - arrival.at)
         sequences.append(Timed(prompt, arrival.tokens))
-        min(engines, key=load_of).submit(sequences[-1])
+        engine().submit(sequences[-1])
     idle = asyncio.gather(*(engine.wait(lambda e=engine: e.is_idle) for engine in engines))
     either = functools.partial(asyncio.wait, (*serving, idle), return_when=asyncio.FIRST_COMPLETED)
     await either(timeout=FIRST + 2)
@@ -419,6 +451,11 @@ async def run(model: Any, serves: list[Serve], arrivals: list[Arrival]) -> dict[
     for ended in ends[:-1]:
         if not isinstance(ended, asyncio.CancelledError):
             raise RuntimeError("the loop of the engine ended") from ended
+    return sequences, seconds, late
+
+
+def figures(sequences: list[Timed], seconds: float) -> dict[str, Any]:
+    """Return what the clients of sequences would have measured."""
     done = [s for s in sequences if s.is_complete]
     gaps = [gap for s in done for gap in s.gaps]
     return {
@@ -428,7 +465,6 @@ async def run(model: Any, serves: list[Serve], arrivals: list[Arrival]) -> dict[
         "ttft": [1e3 * quantile([s.ttft for s in done], part) for part in (0.5, 0.99)],
         "between": [1e3 * quantile(gaps, part) for part in (0.5, 0.9, 0.99)],
         "tokens/s": sum(len(s.times) for s in sequences) / seconds,
-        "late_ms": 1e3 * late,
     }
 
 
@@ -568,10 +604,11 @@ class Search:
 
 #: What is searched by default, the most important first.
 DEFAULT = """
-chunked:256@20=14 chunked:384@20=16 split:32@20=20 sized:32@20=20 split:64@12=14 sized:64@12=14
-priority@20=8 plain@20=4 chunked:128@12=2 priority@12=2 plain@12=1 split:24@20=20 sized:24@20=20
-split:48@20=18 split:48@12=14 leased:32@20=20 leased:64@12=14 chunked:512@20=10 chunked:1024@20=2
-torch_green:32@20=4 interval:8@20=2 interval:4@20=2 interval:1@20=2
+chunked:512@20=30 split:32@20=30 sized:32@20=28 chunked:160@12=18 split:64@12=18 sized:64@12=16
+priority@20=20 chunked:448@20=30 chunked:384@20=30 chunked:192@12=16 chunked:128@12=14 plain@20=4
+split:40@20=28 split:24@20=20 split:56@12=12 split:72@12=16 priority@12=2 plain@12=2
+leased:32@20=28 leased:64@12=16 chunked:256@20=24 chunked:1024@20=2 torch_green:32@20=2
+interval:8@20=3 interval:4@20=3 interval:1@20=2
 """
 
 
@@ -579,20 +616,18 @@ Arrivals = Callable[[float, int], list[Arrival]]
 
 
 async def search(
-    what: Search,
-    measure: Callable[[float], Awaitable[dict[str, Any]]],
-    rates: Iterable[float],
+    start: float, keeps: Callable[[float], Awaitable[bool]], rates: Iterable[float]
 ) -> float:
     """Return the highest rate that is kept, from the start upwards or downwards; 0: none is."""
-    grid = sorted({*rates, what.start})
-    at = grid.index(what.start)
-    if not is_kept(await measure(grid[at]), what.target):
+    grid = sorted({*rates, start})
+    at = grid.index(start)
+    if not await keeps(grid[at]):
         while at > 0:
             at -= 1
-            if is_kept(await measure(grid[at]), what.target):
+            if await keeps(grid[at]):
                 return grid[at]
         return 0.0
-    while at + 1 < len(grid) and is_kept(await measure(grid[at + 1]), what.target):
+    while at + 1 < len(grid) and await keeps(grid[at + 1]):
         at += 1
     return grid[at]
 
@@ -621,12 +656,12 @@ async def knees(
             async with AsyncExitStack() as entered:
                 serves = [await entered.enter_async_context(b.arm(what.arm)) for b in benches]
 
-                async def measure(
+                async def keeps(
                     rate: float, what: Search = what, serves: list[Serve] = serves
-                ) -> Any:
+                ) -> bool:
                     for kept in runs:
                         if (kept["arm"], kept["rate"]) == (what.arm, rate):
-                            return kept
+                            return is_kept(kept, what.target)
                     if report.left < cost * seeds:
                         raise OutOfTime
                     parts = [
@@ -636,9 +671,9 @@ async def knees(
                     runs.append({"arm": what.arm, "rate": rate, **merged(parts)})
                     report.put("runs", runs)
                     print(line(runs[-1]), flush=True)
-                    return runs[-1]
+                    return is_kept(runs[-1], what.target)
 
-                knee = await search(what, measure, rates)
+                knee = await search(what.start, keeps, rates)
             found.append({"arm": what.arm, "target": what.target, "knee": knee})
             report.put("knees", found)
             print(f"{what.arm}, {what.target} ms: knee {knee:g}/s; {clocks()}", flush=True)

@@ -67,5 +67,5 @@ class Shape:
     slots: int = 64
     context: int = 1536
     #: Sequences of the graphs of a decode step; tokens of those that read a prompt.
-    decode_sizes: tuple[int, ...] = (8, 16, 32, 64)
+    decode_sizes: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 64)
     prefill_sizes: tuple[int, ...] = tuple(range(128, 1281, 128))

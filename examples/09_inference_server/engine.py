@@ -43,6 +43,9 @@ NEWEST = 0.2
 #: So many sequences gain next to nothing from further SMs: a step of 16 takes 8.2 ms on 64 SMs of
 #: an H100, and 8.4 ms on all 132.
 FEW = 16
+#: Seconds without a prompt after which decode steps of many sequences have all SMs. Earlier, the
+#: next prompt would often wait for such a step.
+QUIET = 0.1
 
 
 class Sequence:
@@ -131,8 +134,8 @@ class Engine:
         self._free = list(reversed(range(shape.slots)))
         self._news = asyncio.Event()
         self._failure: Exception | None = None
-        #: Seconds that a prompt takes, on average.
-        self._reading_time = 0.0
+        #: Seconds that a prompt takes, on average; when there was a prompt last.
+        self._reading_time = self._had_prompts = 0.0
 
     # -- for clients -------------------------------------------------------------------------------
 
@@ -166,6 +169,11 @@ class Engine:
         return bool(self.waiting or self.reading)
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether no prompt has waited or been read for a while."""
+        return not self.has_prompts and time.monotonic() - self._had_prompts > QUIET
+
+    @property
     def can_read(self) -> bool:
         """Whether a pass can read a prompt now."""
         is_unread = any(sequence.is_unread for sequence in self.reading)
@@ -182,10 +190,13 @@ class Engine:
             self._news.clear()
             await self._news.wait()
 
-    def read(self) -> Pass | None:
-        """Return a pass that reads a prompt, or as much of it as there is a graph for."""
+    def read(self, most: int = 0) -> Pass | None:
+        """Return a pass that reads the first prompts, at most so many tokens of them.
+
+        0: as many as the largest graph takes.
+        """
         self._retire()
-        return self._pass([], self._parts(self.shape.prefill_sizes[-1], 1))
+        return self._pass([], self._parts(most or self.shape.prefill_sizes[-1], MAX_PIECES))
 
     def step(self, budget: int = 0) -> Pass | None:
         """Return a pass that extends every sequence by a token.
@@ -268,6 +279,8 @@ class Engine:
             for sequence in [s for s in sequences if not (s.left or s.passes)]:
                 sequences.remove(sequence)
                 self._free.append(sequence.slot)
+        if self.has_prompts:
+            self._had_prompts = time.monotonic()
         self._news.set()
 
     def _drop_cancelled(self) -> None:
@@ -370,8 +383,9 @@ def sized_classes(sms: int, total: int) -> list[ServiceClass]:
 def sized(pool: Pool, model: Any, engine: Engine, sms: int, total: int) -> tuple[Place, Place]:
     """Return places for decode steps and prompts, each with the SMs that it can use.
 
-    A decode step has `sms`: a few sequences would gain nothing from more. Many have all SMs while
-    no prompt waits or is read. A prompt has the SMs that are left, and all while no sequence grows.
+    A decode step has `sms`: a few sequences would gain nothing from more. Many have all SMs once
+    no prompt has come for a while. A prompt has the SMs that are left, and all while no sequence
+    grows.
     On all SMs one pass is submitted at a time, because the other place may need some after it.
 
     Args:
@@ -383,7 +397,7 @@ def sized(pool: Pool, model: Any, engine: Engine, sms: int, total: int) -> tuple
     """
 
     def step_sms() -> int:
-        return sms if engine.has_prompts or len(engine.growing) <= FEW else total
+        return total if engine.is_quiet and len(engine.growing) > FEW else sms
 
     def prompt_sms() -> int:
         return total - sms if engine.growing else total

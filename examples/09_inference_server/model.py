@@ -10,22 +10,18 @@ with `p.local`.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from batch import AHEAD, MAX_PIECES, Batch, Shape
+from products import FastestProducts
 from torch.nn import functional as nn
-
-# With the import, torch's stream in `p.run` is the partition's.
-import greensched.integrations.torch as gs_torch
 
 #: Called for each layer with queries, keys and values: (tokens, heads, head size).
 Attend = Callable[[int, Any, Any, Any], Any]
@@ -87,18 +83,18 @@ class Llama:
         cos, sin = self.cos[places][:, None], self.sin[places][:, None]
         x = self.embedding[tokens]
         for layer, (mix, out, up, down) in enumerate(self.layers):
-            qkv = (self._normed(x) @ mix.t()).view(rows, -1, shape.head_size)
+            qkv = nn.linear(self._normed(x), mix).view(rows, -1, shape.head_size)
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             first, second = qk.chunk(2, -1)
             qk = torch.addcmul(qk * cos, torch.cat((-second, first), -1), sin)
             found = attend(layer, qk[:, : shape.heads], qk[:, shape.heads :], v)
             x.addmm_(found.reshape(rows, -1), out.t())
-            gate, value = (self._normed(x) @ up.t()).chunk(2, -1)
+            gate, value = nn.linear(self._normed(x), up).chunk(2, -1)
             x.addmm_(nn.silu(gate).mul_(value), down.t())
         return self._normed(x)
 
     def logits(self, states: Any) -> Any:
-        return states @ self.head.t()
+        return nn.linear(states, self.head)
 
     def _normed(self, x: Any) -> Any:
         return nn.rms_norm(x, (x.shape[-1],), self.norm, EPSILON)
@@ -409,11 +405,10 @@ class Graphs:
         self._graphs: dict[tuple[int, int], Any] = {}
         if model.device != "cpu":
             pool = torch.cuda.graph_pool_handle()
-            with _capturing:
+            with _capturing, FastestProducts():
                 # The largest first: the others fit into its memory.
                 for size in reversed(self._sizes):
-                    with nullcontext() if size[1] else sized_products():
-                        self._graphs[size] = self._capture(size, pool)
+                    self._graphs[size] = self._capture(size, pool)
 
     def compute(self, batch: Batch) -> list[int]:
         """Compute a batch and wait for it; return the next token of each slot and ended prompt."""
@@ -520,36 +515,6 @@ class Answer:
 def host_array(size: int, device: str) -> Any:
     """Return memory of the host that a GPU reads and writes directly."""
     return torch.zeros(size, dtype=torch.int64, pin_memory=device != "cpu")
-
-
-@contextmanager
-def sized_products() -> Iterator[None]:
-    """Open a block in which this thread's cuBLAS chooses kernels for the SMs of the partition.
-
-    It counts the SMs of the GPU otherwise. On an H100 decode steps on few SMs gain up to a tenth;
-    passes that read prompts take up to 1.4 times as long, so they are captured outside. torch has
-    one handle of cuBLAS for each thread.
-    """
-    set_target = ctypes.CDLL(library_of("libcublas.so")).cublasSetSmCountTarget
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    set_target(handle, gs_torch.sm_count())
-    try:
-        yield
-    finally:
-        set_target(handle, 0)
-
-
-def library_of(name: str) -> str:
-    """Return the path of a library that this process has loaded.
-
-    Raises:
-        RuntimeError: this process has not loaded it.
-    """
-    with Path("/proc/self/maps").open() as maps:
-        for line in maps:
-            if f"/{name}" in line:
-                return line.split()[-1]
-    raise RuntimeError(f"torch has not loaded {name}, whose products the model needs")
 
 
 def load(name: str | None = None, *, device: str = "cuda", **sizes: Any) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,11 @@ def test_the_search_finds_the_knee(start: float, kept: float, knee: float, most:
     """From below and from above, without a rate that is not needed."""
     tried = []
 
-    async def measure(rate: float) -> dict[str, Any]:
+    async def keeps(rate: float) -> bool:
         tried.append(rate)
-        return {"requests": 100, "in time at 20": 99 if rate <= kept else 98}
+        return rate <= kept
 
-    what = engine.Search("split:24", 20, start)
-    assert asyncio.run(engine.search(what, measure, engine.RATES)) == knee
+    assert asyncio.run(engine.search(start, keeps, engine.RATES)) == knee
     assert len(tried) == len(set(tried)) <= most
 
 
@@ -136,7 +136,7 @@ class Watched:
     def launch(self, batch: Any) -> Any:
         call = current_call()
         assert call is not None
-        self.ran.append(("prompt" if batch.pieces else "step", call.sm_count))
+        self.ran += [("prompt", call.sm_count)] * len(batch.pieces) or [("step", call.sm_count)]
         return self._small.launch(batch)
 
 
@@ -157,15 +157,16 @@ def test_sizes_follow_the_load() -> None:
     assert set(ran) == {("prompt", 132), ("prompt", 108), ("step", 24)}
 
 
-@pytest.mark.parametrize(("growing", "sms"), [(16, 24), (17, 132)])
-def test_a_step_of_many_sequences_has_all_sms(growing: int, sms: int) -> None:
-    """If no prompt waits or is read: few sequences would gain nothing from more SMs."""
+@pytest.mark.parametrize(("growing", "quiet", "sms"), [(16, 1, 24), (17, 1, 132), (17, 0, 24)])
+def test_a_step_of_many_sequences_has_all_sms(growing: int, quiet: float, sms: int) -> None:
+    """If no prompt has come for a while: few sequences would gain nothing from more SMs."""
 
     async def main() -> Watched:
         model = Watched()
         async with Pool(driver="simulated:h100", services=engine.sized_classes(24, 132)) as pool:
             serving = engine.Engine(model.shape, max_waiting=1)
             serving.growing = [engine.Sequence([1], 2) for _ in range(growing)]
+            serving._had_prompts = time.monotonic() - quiet
             decode, _ = engine.sized(pool, model, serving, 24, 132)
             async with decode() as turn:
                 await turn.run(engine.Batch())

@@ -34,7 +34,7 @@ def model() -> Iterator[ModuleType]:
         yield found
     finally:
         sys.path.remove(str(EXAMPLE))
-        for name in ("model", "batch"):
+        for name in ("model", "products", "batch"):
             del sys.modules[name]
 
 
@@ -137,3 +137,37 @@ def test_an_attention_of_another_kind_is_refused(
     made = model.load(save(tmp_path, kind, **more), device="cpu", **SIZES)
     with pytest.raises(ValueError, match=named):
         made.all_graphs().compute(model.Batch(pieces=[model.Piece(0, [1, 2], 0, True)]))
+
+
+def test_a_product_has_the_sm_count_with_which_it_was_fastest(
+    model: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each product is measured once, and other functions keep the GPU's count."""
+    products = sys.modules["products"]
+    told, measured = [0], list[int]()
+    fastest = {(4, 4): 104, (8, 4): 0}
+    weights = {size: torch.ones(size) for size in fastest}
+    x, into = torch.ones(2, 4), torch.zeros(2, 4)
+
+    def median_time(call: Any) -> float:
+        measured.append(told[-1])
+        return 1.0 + abs(told[-1] - fastest[tuple(call.args[1].shape)])
+
+    monkeypatch.setattr(products, "set_sm_count", told.append)
+    monkeypatch.setattr(products, "median_time", median_time)
+    monkeypatch.setattr(products, "gpu_sm_count", lambda _: 132)
+    monkeypatch.setattr(products.gs_torch, "sm_count", lambda: 116)
+    with products.FastestProducts():
+        for _ in range(2):
+            told.append(-1)
+            assert torch.nn.functional.linear(x, weights[4, 4]).tolist() == [[4.0] * 4] * 2
+            assert told[-2:] == [104, 0]
+            assert torch.nn.functional.linear(x, weights[8, 4]).shape == (2, 8)
+            assert told[-2:] == [0, 0]
+            told.append(-1)
+            torch.exp(x)
+            assert told[-1] == -1
+        assert measured == [0, 116, *range(88, 133, 8)] * 2
+        fastest[2, 4] = 88
+        into.addmm_(x, weights[4, 4])
+    assert into.tolist() == [[4.0] * 4] * 2
