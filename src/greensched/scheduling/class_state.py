@@ -28,6 +28,10 @@ HALF_LIFE = 10.0
 #: within its quota rarely waits because of it.
 QUOTA_WINDOW = 1.0
 
+#: Seconds that a class over its quota waits after its debt is paid: at that time it has exactly 0
+#: SM-seconds, which allow no grant. Larger than the rounding error of a time.
+QUOTA_STEP = 1e-6
+
 
 class ClassState:
     """The state of one class. All requests without a class share one state, named ""."""
@@ -192,4 +196,4 @@ class ClassState:
     def refilled_at(self) -> float:
         """Return when its quota allows a grant again."""
         assert self.quota is not None
-        return self.refilled + max(0.0, -self.tokens) / self.quota
+        return self.refilled + max(0.0, -self.tokens) / self.quota + QUOTA_STEP
