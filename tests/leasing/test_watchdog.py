@@ -72,7 +72,7 @@ def test_waiters_are_told_at_the_limit(run: Any) -> None:
         assert (told.job, told.work, told.behind) == ("spin", "spin", ())
         assert (told.device, told.sms, told.service) == (0, 8, "decode")
         assert (told.hang_after, told.queues, told.beside) == (LIMIT, 8, ())
-        assert told.hung == pytest.approx(LIMIT, abs=1e-6)
+        assert (told.hung, told.leased) == pytest.approx((LIMIT, LIMIT), abs=1e-6)
         path, line = told.place.rsplit(":", 1)
         assert (path, int(line)) == (__file__, hang.__code__.co_firstlineno + 3)
         s = pool.statistics()
