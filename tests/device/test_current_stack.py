@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 
 from greensched import (
     Context,
     ContextOptions,
+    CUDAError,
+    CurrentElsewhere,
     Device,
     DeviceFault,
     InvalidRequest,
@@ -139,3 +144,57 @@ def test_what_is_made_inside_is_not_lost_where_the_driver_does_not_say(
         with contexts[0].entered():
             driver.script.add(Fail("current", driver.script.calls["current"] + 1, "INVALID_VALUE"))
         assert driver.current() == before
+
+
+@pytest.mark.fault("C1")
+def test_a_context_that_cannot_be_made_current_is_free_for_other_threads(
+    contexts: list[Context],
+) -> None:
+    """A failed `set_current` leaves no owner."""
+    driver = contexts[0].driver
+    assert isinstance(driver, simulated.SimulatedDriver)
+    (green, *_) = [context for context in contexts if context.ownership is not None]
+    assert green.ownership is not None
+    driver.script.add(Fail("set_current", driver.script.calls["set_current"] + 1, "INVALID_VALUE"))
+    with pytest.raises(CUDAError):
+        green.set_current()
+    assert green.ownership.owner is None
+    assert not here.unscoped
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["leaves", "thread ends"])
+def test_a_thread_waits_for_the_owner_of_a_context(contexts: list[Context], ends: bool) -> None:
+    """It enters once the owner has left the context, or its thread has ended without that."""
+    (green, *_) = [context for context in contexts if context.ownership is not None]
+    ownership = green.ownership
+    assert ownership is not None
+    entered, leave, waits = threading.Event(), threading.Event(), threading.Event()
+
+    def own() -> None:
+        ownership.acquire(green)
+        entered.set()
+        leave.wait()
+        if not ends:
+            ownership.release()
+
+    class Waiting(deque[Any]):
+        def append(self, mailbox: object) -> None:
+            super().append(mailbox)
+            waits.set()
+
+    def wait() -> None:
+        ownership.acquire(green, wait=True)
+        ownership.release()
+
+    ownership._waiting = Waiting()
+    threads = [threading.Thread(target=own), threading.Thread(target=wait)]
+    threads[0].start()
+    entered.wait()
+    with pytest.raises(CurrentElsewhere):
+        ownership.acquire(green)
+    threads[1].start()
+    waits.wait()
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert ownership.owner is None

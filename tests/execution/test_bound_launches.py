@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from greensched import (
@@ -17,10 +18,12 @@ from greensched import (
     Partition,
     PartitionClosed,
     Pool,
+    WrongThread,
 )
 from greensched.device.launch import PreparedLaunch
+from greensched.execution import launch_cache
 from greensched.execution.lease import Lease
-from greensched.kernels import saxpy
+from greensched.kernels import fill, saxpy
 from helpers.gate import Gate
 
 CONFIG = LaunchConfig(grid=1, block=8)
@@ -136,3 +139,33 @@ def test_a_launch_closed_while_it_moves_stays_closed(monkeypatch: pytest.MonkeyP
             bound()
 
     bound_on_a_partition(test)
+
+
+def test_no_other_thread_may_launch() -> None:
+    """A bound launch is its loop's thread's, with a ticket and without one."""
+
+    async def test(bound: BoundLaunch, *_: object) -> None:
+        for launch in (bound, bound.submit):
+            with pytest.raises(WrongThread):
+                await asyncio.to_thread(launch)
+        await bound.submit()
+
+    bound_on_a_partition(test)
+
+
+def test_an_executor_keeps_few_prepared_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each geometry of a kernel is prepared; past the most, those before are forgotten."""
+    monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 3)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            with await p.upload(np.ones(8, np.float32)) as x, await p.empty(8) as y:
+                cache = p._open_lease().executor.cache
+                for blocks in range(1, 9):
+                    config = LaunchConfig(grid=blocks, block=8)
+                    p.launch(config, fill, y, 0.0, 8)
+                    await p.launch(config, saxpy, 2.0, x, y, 8)
+                    assert len(cache.launches) <= 3
+                    np.testing.assert_array_equal(await p.download(y), np.full(8, 2))
+
+    asyncio.run(main())

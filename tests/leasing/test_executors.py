@@ -14,7 +14,7 @@ import anyio
 import numpy as np
 import pytest
 
-from greensched import CUDAError, Device, DeviceLost, Job, LaunchConfig, Pool
+from greensched import CUDAError, Device, DeviceLost, Job, LaunchConfig, Pool, ServiceClass
 from greensched.device.tickets import LINE, PAGE, TicketMemory
 from greensched.driver import simulated
 from greensched.driver.simulated import Fail
@@ -526,3 +526,25 @@ def test_a_lease_ends_behind_its_copies() -> None:
             word.close()
 
     clock.run(main)
+
+
+def test_an_executor_that_cannot_be_made_fails_what_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`prepare_local` raises the driver's error, holds nothing, and works once it can be made."""
+    one_cell_executors(monkeypatch)
+    driver = simulated.open("h200", clock=simulated.VirtualClock())
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            made, now = pool.statistics().executors, driver.script.calls["create_green"]
+            # Of the three that `reconfigure` has made, and of the first again.
+            driver.script.add(Fail("create_green", now + 1, "OUT_OF_MEMORY", now + 4))
+            pool.reconfigure(services=[ServiceClass("a", sizes=(40,))])
+            with pytest.raises(CUDAError, match="create_green: OUT_OF_MEMORY"):
+                await pool.prepare_local("a", object)
+            assert (pool.statistics().sms_free, pool.statistics().executors) == (132, made)
+            await pool.prepare_local("a", object)
+            assert (pool.statistics().sms_free, pool.statistics().executors) == (132, made + 3)
+
+    driver.clock.run(main)

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from greensched import Pool
+from greensched.leasing import sync
 
 
 def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,18 @@ def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyP
         go.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_loop_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block raises the reason instead of waiting, and the next one works."""
+    pool = Pool(driver="simulated:h200")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no file descriptor is left")
+
+    monkeypatch.setattr(sync.anyio, "run", fail)
+    with pytest.raises(OSError, match="no file descriptor is left"), pool.sync:
+        pass
+    monkeypatch.undo()
+    with pool.sync, pool.sync.partition(8) as p:
+        assert p.run(int) == 0

@@ -277,6 +277,30 @@ def test_an_opening_without_its_socket_fails(what: str, tmp_path: Path) -> None:
     gpu.run(main)
 
 
+def test_without_a_thread_there_is_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The opening fails, and leaves no file; the pool can be opened later."""
+    gpu, path, start = SimGPU(), tmp_path / "pool.sock", threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "greensched socket":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main() -> None:
+        pool = gpu.pool(socket=path)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(SocketUnavailable, match="can't start new thread"):
+            await pool.open()
+        assert not path.exists()
+        monkeypatch.undo()
+        async with pool:
+            assert read_snapshot(path)["state"] == "open"
+
+    gpu.run(main)
+
+
 def test_a_folder_of_another_user_is_not_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,3 +427,16 @@ def test_something_else_listens(answer: bytes, said: str, tmp_path: Path) -> Non
         with pytest.raises(SocketUnavailable, match=said):
             read_snapshot(path)
         thread.join()
+
+
+def test_a_program_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some seconds the client says so."""
+    monkeypatch.setattr(snapshot_client, "ANSWER_S", 0.01)
+    path = tmp_path / "other.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        with pytest.raises(SocketUnavailable, match=r"no answer within 0\.01 s"):
+            read_snapshot(path)
