@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Final, NoReturn
 
 from greensched._asynclib import get_ident
@@ -20,36 +19,11 @@ from greensched.errors import (
     wrong_thread,
 )
 from greensched.execution.jobs import Job
-from greensched.execution.lease import Lease
+from greensched.execution.lease import Lease, SlowReason
 from greensched.execution.submission import Dependencies
 
-
-class Reason(enum.Enum):
-    """Why a launch cannot take the fast path."""
-
-    CLOSED = enum.auto()
-    #: A library uses the stream: each launch checks whether it is capturing.
-    STREAM_SHARED = enum.auto()
-    #: Other streams have used a buffer since the last launch: the next launch follows them.
-    USED_ELSEWHERE = enum.auto()
-    #: A bound launch on another stream uses a buffer: each launch looks for earlier uses.
-    BUFFERS_SHARED = enum.auto()
-    #: A buffer was closed: the next launch checks all of them.
-    BUFFER_CLOSED = enum.auto()
-    #: The executor has changed: the buffers are not registered on its stream yet.
-    MOVED = enum.auto()
-    #: The kernel is not loaded on this executor: the submit thread launches it.
-    NOT_LOADED = enum.auto()
-    #: The lease gave way at a checkpoint: it has no executor until its next grant.
-    GAVE_WAY = enum.auto()
-    #: The pool has watchers: each launch has a ticket, for its records.
-    WATCHED = enum.auto()
-    #: Work on the executor hangs, or did: the next launch checks.
-    HUNG = enum.auto()
-
-
 #: The reasons that end when the lease moves to another executor.
-ENDED_BY_MOVE: Final = frozenset(Reason) - {Reason.CLOSED}
+ENDED_BY_MOVE: Final = frozenset(SlowReason) - {SlowReason.CLOSED}
 
 
 class BoundLaunch:
@@ -91,13 +65,13 @@ class BoundLaunch:
         self._arguments = prepared.arguments
         self._name = name
         #: If empty, a launch has nothing to check. Other threads add to it.
-        self._slow_reasons: set[Reason] = set()
+        self._slow_reasons: set[SlowReason] = set()
         #: Uses of the buffers by other streams since the last launch.
         self._elsewhere: dict[TicketedStream, int] = {}
         if lease.recorder.watched:
-            self.watch()
+            self._slow_reasons.add(SlowReason.WATCHED)
         if lease.stream_shared:
-            self._slow_reasons.add(Reason.STREAM_SHARED)
+            self._slow_reasons.add(SlowReason.STREAM_SHARED)
         uses = tuple(self._arguments.buffers.values())
         for buffer, write in uses:  # before any buffer is bound, as an array may be refused
             self._add_uses(buffer, write=write)
@@ -107,7 +81,7 @@ class BoundLaunch:
     @property
     def is_closed(self) -> bool:
         """Whether its partition's block, or its pool, has ended."""
-        return Reason.CLOSED in self._slow_reasons
+        return SlowReason.CLOSED in self._slow_reasons
 
     def __call__(self) -> None:
         """Launch without a ticket. Never waits.
@@ -135,7 +109,7 @@ class BoundLaunch:
             if self._must_defer():
                 self._launch_deferred()
                 return
-            if Reason.WATCHED in self._slow_reasons:
+            if SlowReason.WATCHED in self._slow_reasons:
                 self._launch_watched()
                 return
         try:
@@ -195,19 +169,19 @@ class BoundLaunch:
         """Order the next launch after another stream's use of a buffer."""
         if track is not self.track:
             self._elsewhere[track] = ticket
-            self._slow_reasons.add(Reason.USED_ELSEWHERE)
+            self._slow_reasons.add(SlowReason.USED_ELSEWHERE)
 
     def look_again(self) -> None:
         """Have the next launch check all buffers, because one was closed."""
-        self._slow_reasons.add(Reason.BUFFER_CLOSED)
+        self._slow_reasons.add(SlowReason.BUFFER_CLOSED)
 
     def share(self) -> None:
         """Have each launch look for earlier uses: a bound launch elsewhere uses a buffer."""
-        self._slow_reasons.add(Reason.BUFFERS_SHARED)
+        self._slow_reasons.add(SlowReason.BUFFERS_SHARED)
 
-    def stream_was_shared(self) -> None:
-        """Have each launch check whether the stream is capturing."""
-        self._slow_reasons.add(Reason.STREAM_SHARED)
+    def slow_down(self, reason: SlowReason) -> None:
+        """Have later launches do what a reason demands."""
+        self._slow_reasons.add(reason)
 
     def move(self) -> None:
         """Use the lease's new executor. Earlier launches must have ended.
@@ -224,29 +198,17 @@ class BoundLaunch:
         self._elsewhere.clear()
         # Updated in place, because another thread may close it meanwhile.
         self._slow_reasons -= ENDED_BY_MOVE
-        self._slow_reasons.add(Reason.MOVED)
+        self._slow_reasons.add(SlowReason.MOVED)
         if self._lease.recorder.watched:
-            self.watch()
+            self._slow_reasons.add(SlowReason.WATCHED)
         if self._prepared.kernel not in self._cache.loaded:
-            self._slow_reasons.add(Reason.NOT_LOADED)
-
-    def watch(self) -> None:
-        """Record each launch while the pool has watchers."""
-        self._slow_reasons.add(Reason.WATCHED)
-
-    def check_lease(self) -> None:
-        """Have the next launch check whether work on the executor hangs."""
-        self._slow_reasons.add(Reason.HUNG)
-
-    def pause(self) -> None:
-        """Refuse launches until `move`."""
-        self._slow_reasons.add(Reason.GAVE_WAY)
+            self._slow_reasons.add(SlowReason.NOT_LOADED)
 
     def close(self) -> None:
         """Refuse further launches. Idempotent."""
         if self.is_closed:
             return
-        self._slow_reasons.add(Reason.CLOSED)
+        self._slow_reasons.add(SlowReason.CLOSED)
         for buffer, _ in self._arguments.buffers.values():
             buffer.unbind(self, self._next_ticket())
         self._cache.recycle(self._prepared)
@@ -258,7 +220,7 @@ class BoundLaunch:
     def _add_uses(self, buffer: Buffer | PinnedBuffer | ForeignArray, *, write: bool) -> None:
         self._elsewhere.update(buffer.dependencies(self.track, write=write))
         if self._elsewhere:
-            self._slow_reasons.add(Reason.USED_ELSEWHERE)
+            self._slow_reasons.add(SlowReason.USED_ELSEWHERE)
 
     def _next_ticket(self) -> int:
         issued = self.track.issued
@@ -269,34 +231,34 @@ class BoundLaunch:
     def _resolve(self) -> None:
         """Handle every reason before the next launch; keep those that persist."""
         reasons = self._slow_reasons
-        if Reason.CLOSED in reasons:
+        if SlowReason.CLOSED in reasons:
             if self.track.health.is_over:
                 raise self.track.health.error()
             raise PartitionClosed("the partition of this bound launch")
-        if Reason.GAVE_WAY in reasons:
+        if SlowReason.GAVE_WAY in reasons:
             self._lease.check_open()
-        if Reason.HUNG in reasons:
+        if SlowReason.HUNG in reasons:
             self._lease.check_pool()
-            reasons.discard(Reason.HUNG)
+            reasons.discard(SlowReason.HUNG)
         self._lease.check_capture()
         if not self._lease.recorder.watched:
-            reasons.discard(Reason.WATCHED)
-        reasons.discard(Reason.BUFFER_CLOSED)  # first: another thread may close a checked buffer
+            reasons.discard(SlowReason.WATCHED)
+        reasons.discard(SlowReason.BUFFER_CLOSED)  # first: another thread may close a buffer
         try:
             for buffer, write in self._arguments.buffers.values():
                 buffer.check(self._lease.ordinal)
-                if Reason.MOVED in reasons:
+                if SlowReason.MOVED in reasons:
                     self._use(buffer, write=write)
-                elif Reason.BUFFERS_SHARED in reasons:
+                elif SlowReason.BUFFERS_SHARED in reasons:
                     self._add_uses(buffer, write=write)
         except BaseException:
-            reasons.add(Reason.BUFFER_CLOSED)
+            reasons.add(SlowReason.BUFFER_CLOSED)
             raise
-        reasons.discard(Reason.MOVED)
-        if Reason.USED_ELSEWHERE in reasons:
+        reasons.discard(SlowReason.MOVED)
+        if SlowReason.USED_ELSEWHERE in reasons:
             self._order_behind_uses()
         if self._prepared.kernel in self._cache.loaded:
-            reasons.discard(Reason.NOT_LOADED)
+            reasons.discard(SlowReason.NOT_LOADED)
 
     def _order_behind_uses(self) -> None:
         """Order the stream after other uses of the buffers, once these are on their streams."""
@@ -321,7 +283,7 @@ class BoundLaunch:
 
     def _take_uses(self) -> dict[TicketedStream, int]:
         """Take the uses by other streams; uses that other threads add meanwhile stay."""
-        self._slow_reasons.discard(Reason.USED_ELSEWHERE)  # first: other threads add it last
+        self._slow_reasons.discard(SlowReason.USED_ELSEWHERE)  # first: other threads add it last
         taken = {}
         while self._elsewhere:
             stream, ticket = self._elsewhere.popitem()
@@ -332,12 +294,12 @@ class BoundLaunch:
         for stream, ticket in uses.items():
             self._elsewhere.setdefault(stream, ticket)  # a newer entry has a later ticket
         if uses:
-            self._slow_reasons.add(Reason.USED_ELSEWHERE)
+            self._slow_reasons.add(SlowReason.USED_ELSEWHERE)
 
     def _must_defer(self) -> bool:
         """Say whether the submit thread must launch it."""
         reasons, stream = self._slow_reasons, self.track
-        blocked = Reason.USED_ELSEWHERE in reasons or Reason.NOT_LOADED in reasons
+        blocked = SlowReason.USED_ELSEWHERE in reasons or SlowReason.NOT_LOADED in reasons
         return bool(blocked or stream.submitted != stream.issued or stream.first_uses)
 
     def _check_room(self) -> None:

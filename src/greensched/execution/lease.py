@@ -104,20 +104,38 @@ class DeviceMemory(Protocol):
         """The other devices of the pool, by ordinal."""
 
 
+class SlowReason(enum.Enum):
+    """Why a bound launch cannot take the fast path."""
+
+    CLOSED = enum.auto()
+    #: A library uses the stream: each launch checks whether it is capturing.
+    STREAM_SHARED = enum.auto()
+    #: Other streams have used a buffer since the last launch: the next launch follows them.
+    USED_ELSEWHERE = enum.auto()
+    #: A bound launch on another stream uses a buffer: each launch looks for earlier uses.
+    BUFFERS_SHARED = enum.auto()
+    #: A buffer was closed: the next launch checks all of them.
+    BUFFER_CLOSED = enum.auto()
+    #: The executor has changed: the buffers are not registered on its stream yet.
+    MOVED = enum.auto()
+    #: The kernel is not loaded on this executor: the submit thread launches it.
+    NOT_LOADED = enum.auto()
+    #: The lease gave way at a checkpoint: it has no executor until its next grant.
+    GAVE_WAY = enum.auto()
+    #: The pool has watchers: each launch has a ticket, for its records.
+    WATCHED = enum.auto()
+    #: Work on the executor hangs, or did: the next launch checks.
+    HUNG = enum.auto()
+
+
 class BoundHandle(Protocol):
     """A bound launch, which the lease closes at its end."""
 
     def close(self) -> None: ...
 
-    def stream_was_shared(self) -> None: ...
-
-    def pause(self) -> None: ...
+    def slow_down(self, reason: SlowReason) -> None: ...
 
     def move(self) -> None: ...
-
-    def watch(self) -> None: ...
-
-    def check_lease(self) -> None: ...
 
 
 class Lease:
@@ -510,7 +528,7 @@ class Lease:
         self.stream_shared = True
         self._update_fast_path()
         for bound in self.bound_launches:
-            bound.stream_was_shared()
+            bound.slow_down(SlowReason.STREAM_SHARED)
 
     # -- work that hangs ---------------------------------------------------------------------------
 
@@ -518,7 +536,7 @@ class Lease:
         """Refuse work while its executor hangs, and wake tasks that wait for the lease's end."""
         self._update_fast_path()
         for bound in self.bound_launches:
-            bound.check_lease()
+            bound.slow_down(SlowReason.HUNG)
         if self.executor.hang is not None:
             self._wake_close_waiters()
 
@@ -649,7 +667,7 @@ class Lease:
         self.state = LeaseState.GAVE_WAY
         self._update_fast_path()
         for bound in self.bound_launches:
-            bound.pause()
+            bound.slow_down(SlowReason.GAVE_WAY)
 
     def check_waiting(self) -> None:
         """Raise PartitionClosed if the lease has ended since it gave way."""

@@ -39,7 +39,7 @@ from greensched.errors import (
 from greensched.execution.completion_poller import CompletionPoller, PollerRegistry
 from greensched.execution.eventloop import LoopAdapter, Waiter
 from greensched.execution.executor import Executor
-from greensched.execution.lease import Lease
+from greensched.execution.lease import Lease, SlowReason
 from greensched.execution.threads import WorkerThread
 from greensched.leasing.decision_reads import DecisionReads
 from greensched.leasing.device_pool import DevicePool, index_of
@@ -609,7 +609,7 @@ class LeaseManager:
         self.scheduler.allocator.on_resize = self.records.add_resized
         for lease in self.leases:
             for bound in lease.bound_launches:
-                bound.watch()
+                bound.slow_down(SlowReason.WATCHED)
         grants = [grant for held in self.scheduler.allocator.grants for grant in held]
         return [self.records.granted(grant, grant.began) for grant in grants]
 
