@@ -5,11 +5,11 @@ They are correct on any grid and block. All three are memory-bound, so their cos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from greensched.kernels.builtin.common import ITEMS, NUMBERING, blocks_for, first, roofline
 from greensched.kernels.program import Program
-from greensched.typing import Cost, LaunchFacts
+from greensched.typing import Cost, CostModel, LaunchFacts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,23 +72,17 @@ def _reduce_sum(_launch: LaunchFacts, x: Floats, out: Floats, n: np.uint64) -> N
     out[0] += first(x, n).sum()
 
 
-@fill.cost
-def _fill_cost(launch: LaunchFacts, _out: Floats, _value: np.float32, n: np.uint64) -> Cost:
-    return _streaming(launch, int(n), nbytes=4)
+def _streaming(nbytes: int) -> CostModel:
+    """Make the cost of moving bytes for each item; two operations per item are negligible."""
+
+    def cost(launch: LaunchFacts, *arguments: Any) -> Cost:
+        n = int(arguments[-1])
+        blocks = blocks_for(launch, n)
+        return roofline(launch, blocks=blocks, flops=2.0 * n, efficiency=1.0, nbytes=nbytes * n)
+
+    return cost
 
 
-@saxpy.cost
-def _saxpy_cost(launch: LaunchFacts, _a: np.float32, _x: Floats, _y: Floats, n: np.uint64) -> Cost:
-    return _streaming(launch, int(n), nbytes=12)
-
-
-@reduce_sum.cost
-def _reduce_sum_cost(launch: LaunchFacts, _x: Floats, _out: Floats, n: np.uint64) -> Cost:
-    return _streaming(launch, int(n), nbytes=4)
-
-
-def _streaming(launch: LaunchFacts, n: int, nbytes: int) -> Cost:
-    """Return the cost of moving this many bytes; two operations per item are negligible."""
-    return roofline(
-        launch, blocks=blocks_for(launch, n), flops=2.0 * n, efficiency=1.0, nbytes=nbytes * n
-    )
+fill.cost(_streaming(4))
+saxpy.cost(_streaming(12))
+reduce_sum.cost(_streaming(4))

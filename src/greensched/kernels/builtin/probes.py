@@ -7,7 +7,7 @@ on many). Source: PTX ISA, "Special Registers: %globaltimer, %smid".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from greensched.kernels.program import Program
 from greensched.typing import Cost, LaunchFacts
@@ -66,8 +66,9 @@ _BLOCKS_PER_SM = {(7, 5): 16, (8, 6): 16, (8, 7): 16, (8, 9): 24, (12, 0): 24, (
 
 
 @spin.reference
-def _spin(launch: LaunchFacts, ns: np.uint64) -> None:
-    """Do nothing: only its time matters."""
+@latch.reference
+def _nothing(_launch: LaunchFacts, *_arguments: Any) -> None:
+    """Do nothing: only the time matters."""
 
 
 @smids.reference
@@ -77,19 +78,10 @@ def _smids(launch: LaunchFacts, seen: Words, _ns: np.uint64) -> None:
         seen[sm // 32] |= seen.dtype.type(1 << sm % 32)
 
 
-@latch.reference
-def _latch(launch: LaunchFacts, word: Words, timeout_ns: np.uint64) -> None:
-    """Do nothing: the kernel only reads."""
-
-
 @spin.cost
-def _spin_cost(launch: LaunchFacts, ns: np.uint64) -> Cost:
-    return Cost(fixed_ns=_rounds(launch) * float(ns))
-
-
 @smids.cost
-def _smids_cost(launch: LaunchFacts, _seen: Words, ns: np.uint64) -> Cost:
-    return Cost(fixed_ns=_rounds(launch) * float(ns))
+def _timed(launch: LaunchFacts, *arguments: Any) -> Cost:
+    return Cost(fixed_ns=_rounds(launch) * float(arguments[-1]))
 
 
 @latch.cost
