@@ -116,7 +116,6 @@ class PromptQueue(Prefill):
             self._release_token(prompt.arrival, prompt.served)
 
     def waiting(self) -> list[float]:
-        """Return the arrival time of each prompt whose first token is not released."""
         return [*super().waiting(), *(reading.arrival.at for reading in self._reading)]
 
     def _wake(self) -> None:

@@ -140,7 +140,6 @@ class SharedClient(ElasticClient):
         return ()
 
     def record_latency(self, latency: float, weight: int) -> None:
-        """Report the latency of a number of requests or tokens to the pool."""
         self._pool.observe(self._service.name, latency, weight)
 
 
@@ -183,7 +182,6 @@ class SizedClient(ElasticClient):
         await super().run(pieces)
 
     def record_latency(self, latency: float, weight: int) -> None:
-        """Report the latency of a number of requests or tokens to the pool."""
         if self.whole:
             self._pool.observe(self._service.name, latency, weight)
 

@@ -322,7 +322,6 @@ class PlacingLeaseCache(LeaseCache):
     notes_places = True
 
     def take(self, request: LeaseRequest) -> Lease | None:
-        """Take a lease, as `LeaseCache.take` does."""
         lease = super().take(request)
         if lease is not None:
             lease.taken_at = place()

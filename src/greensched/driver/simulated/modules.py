@@ -86,7 +86,6 @@ class Modules(Component):
         return KernelHandle(loaded.kernels.setdefault(name, LibraryKernel(spec, loaded)))
 
     def load_kernel(self, kernel: KernelHandle) -> None:
-        """Load the kernel, so that its first launch in the current context cannot block."""
         context = self.machine.current
         device = self.machine.usable_device(context.device, "load_kernel")
         loaded = self._kernel(kernel, "load_kernel")
@@ -113,7 +112,6 @@ class Modules(Component):
         return KernelLimits(facts.max_threads_per_block, 0, 0)
 
     def allow_shared(self, kernel: KernelHandle, device: int, nbytes: int) -> None:
-        """Remember the opt-in."""
         if nbytes > self.machine.device(device).model.max_shared_bytes:
             raise from_status(1, "allow_shared", detail=f"{nbytes} bytes")
         self._kernel(kernel, "allow_shared").shared[device] = nbytes

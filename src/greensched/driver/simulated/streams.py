@@ -59,12 +59,10 @@ class Streams(Component):
     def report_reference_errors(
         self, stream: StreamHandle, report: Callable[[Exception], None] | None
     ) -> None:
-        """Report failures of references on a stream, instead of raising them at its next wait."""
         target = self.machine.expect(stream, SimulatedStream, "report_reference_errors")
         target.on_error = report
 
     def stream_address(self, stream: StreamHandle) -> int:
-        """Return a number that identifies the stream."""
         return address_of(self.machine.expect(stream, SimulatedStream, "stream_address").ident)
 
     def foreign_stream(self, address: int) -> StreamHandle:

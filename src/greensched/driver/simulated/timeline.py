@@ -193,7 +193,6 @@ class InstantOp(Operation):
         self.action = action
 
     def begin(self, timeline: Timeline) -> StartResult:
-        """Run the action."""
         self.action(timeline.now)
         return StartResult.DONE
 
@@ -233,7 +232,6 @@ class PollOp(Operation):
         return StartResult.WAITING
 
     def resume(self, timeline: Timeline, when: int) -> None:
-        """Pump its stream again."""
         timeline.at(when, lambda: timeline.pump(self.stream))
 
 
