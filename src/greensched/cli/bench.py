@@ -22,12 +22,8 @@ OPERATIONS = {
 BASELINES = {"to_thread": "asyncio.to_thread(f)", "semaphore": "async with asyncio.Semaphore"}
 
 
-def bench(driver: Driver, progress: Progress) -> dict[str, Any]:
+async def bench(driver: Driver, progress: Progress) -> dict[str, Any]:
     """Time each operation, and asyncio's baselines in the same loop, in microseconds."""
-    return asyncio.run(_bench(driver, progress))
-
-
-async def _bench(driver: Driver, progress: Progress) -> dict[str, Any]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         costs = await measure.host_costs(pool, driver, progress)
         gate = asyncio.Semaphore()

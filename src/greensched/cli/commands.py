@@ -332,12 +332,14 @@ def bench(driver: str | None, as_json: bool) -> None:
 
     With a simulated driver, the times are those of the simulation.
     """
+    import asyncio
+
     from greensched import driver as drivers
     from greensched.cli import bench
 
     opened = drivers.open(driver)
     with progress() as show:
-        times = bench.bench(opened, show)
+        times = asyncio.run(bench.bench(opened, show))
     if as_json:
         print_json(times)
     else:
@@ -394,6 +396,8 @@ def measure(
     file is Python that defines prefill(tokens) or decode(batch), or both: each returns a function
     that launches one pass on the current stream.
     """
+    import asyncio
+
     from greensched import driver as drivers
     from greensched.cli import measure
 
@@ -401,9 +405,10 @@ def measure(
         raise click.UsageError("nothing to measure: give a model file, or --host")
     opened = drivers.open(driver)
     with progress() as show:
-        tables = measure.measure(
+        run = measure.measure(
             opened, model, host=host, sms=sms, batches=batches, tokens=tokens, progress=show
         )
+        tables = asyncio.run(run)
     if out is not None:
         try:
             measure.write(tables, out)

@@ -47,7 +47,7 @@ Table = dict[str, Any]
 Work = Callable[[], object]
 
 
-def measure(
+async def measure(
     driver: Driver,
     model: Path | None,
     *,
@@ -73,17 +73,6 @@ def measure(
     """
     work = _load(model) if model is not None else None
     sizes = {"prefill": tokens, "decode": batches}
-    return asyncio.run(_measure(driver, work, host, sms, sizes, progress))
-
-
-async def _measure(
-    driver: Driver,
-    work: ModuleType | None,
-    host: bool,
-    sms: Sequence[int],
-    sizes: dict[str, Sequence[int]],
-    progress: Progress,
-) -> dict[str, Table]:
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         device = pool.devices[0]
         idle = await asyncio.to_thread(power, device.uuid)
