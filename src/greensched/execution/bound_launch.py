@@ -98,6 +98,7 @@ class BoundLaunch:
         lease, stream = self._lease, self.track
         if lease.thread != get_ident():
             raise wrong_thread()
+        is_watched = False
         if (
             self._slow_reasons
             or lease.launch_budget <= 0
@@ -109,15 +110,15 @@ class BoundLaunch:
             if self._must_defer():
                 self._launch_deferred()
                 return
-            if SlowReason.WATCHED in self._slow_reasons:
-                self._launch_watched()
-                return
+            is_watched = SlowReason.WATCHED in self._slow_reasons
         try:
             self._launch()
         except CUDAError as error:
             self._failed(error)
         lease.launches_without_ticket = True
         lease.launch_budget -= 1
+        if is_watched:
+            self._record_launch()
 
     def submit(self) -> Job[None]:
         """Launch, and return a job to await. Errors are those of a call."""
@@ -308,18 +309,11 @@ class BoundLaunch:
                 raise self.track.health.error()
             raise WouldBlock("too many launches are in flight: `await p.drain()` first")
 
-    def _launch_watched(self) -> None:
-        """Launch, and write a ticket for this launch alone."""
-        lease = self._lease
-        try:
-            self._launch()
-        except CUDAError as error:
-            self._failed(error)
-        lease.launches_without_ticket = True
-        lease.launch_budget -= 1
-        lease.ticket_bound_launches()
-        job: Job[None] = Job(self.track, self.track.issued, self._name, lease)
-        lease.record(job)
+    def _record_launch(self) -> None:
+        """Write a ticket for the last launch alone, and record it."""
+        self._lease.ticket_bound_launches()
+        job: Job[None] = Job(self.track, self.track.issued, self._name, self._lease)
+        self._lease.record(job)
 
     def _launch_deferred(self) -> Job[None]:
         """Launch from the submit thread, with the present argument values."""
