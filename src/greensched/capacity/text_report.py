@@ -9,7 +9,6 @@ from greensched.capacity import metrics
 from greensched.capacity.results import Results, as_dict
 from greensched.capacity.sweeps import all_strategies
 
-#: The titles of the columns.
 _COLUMNS = (
     "policy", "class", "in time", "at least", "p50", "p95", "p99", "p99.9", "x alone", "wait p99",
     "run p99", "of alone", "SMs busy", "Jain", "gap", "grants/s",

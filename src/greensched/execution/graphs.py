@@ -202,7 +202,6 @@ class _CapturedGraph:
         self.capture_job: Job[None] | None = None
         #: Whether a launch has already failed with the error of that call.
         self._error_taken = False
-        #: The ticket of its last launch.
         self.last_ticket = 0
         self.is_closed = False
 

@@ -57,7 +57,6 @@ class ExecutorBuilder:
         self._current_poller = current_poller
         self._kernels = kernels
         self._queues = [_balanced_queues(device)] if balanced else []
-        #: How many executors were made.
         self.made = 0
 
     def make(self, mask: int) -> Executor:
