@@ -105,6 +105,27 @@ def test_a_lease_that_shrinks_is_known_to_end_later() -> None:
     assert not lease.over
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_lease_that_gave_way_is_expected_to_take_what_was_left(is_known: bool) -> None:
+    """Its checkpoint names the duration of the next piece, and its first request that of all."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH])
+    size, piece = SizeRange(72, 132), Curve(3.3, 132)
+    request = scheduler.request(
+        0.0, (size,), service="high", duration=Curve(13.2, 132) if is_known else None
+    )
+    scheduler.request(0.0, (size,), service="high", duration=Curve(1.32, 132))
+    (other,) = scheduler.checkpoint(0.05, request.grants[0], piece)
+    assert request.gave_way is not is_known
+    assert scheduler.drained(0.06, other.grants[0]) == [request]
+    (lease,) = request.grants
+    assert lease.is_bounded is is_known
+    if is_known:
+        assert lease.ends == pytest.approx(0.06 + 0.05)
+        scheduler.checkpoint(0.085, lease, piece)
+        scheduler.drained(0.11, lease)
+    assert scheduler.allocator.classes["high"].overrun_factor == pytest.approx(1.0)
+
+
 def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_it_needs() -> None:
     """The other lease need not come to a checkpoint before it ends."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])

@@ -560,10 +560,10 @@ class SMAllocator:
     def _charge(self, grant: Grant, now: float) -> None:
         state, request = grant.class_state, grant.request
         state.granted += 1
-        known = request.duration is not None
-        seconds = request.seconds(grant.sms) if known else state.mean_duration
+        known = request.seconds(grant.sms) if request.pieces else None
+        seconds = state.mean_duration if known is None else known * request.pieces
         if seconds:
-            grant.ends, grant.is_bounded = now + seconds, known
+            grant.ends, grant.is_bounded = now + seconds, known is not None
             self.virtual_time.charge(grant, seconds)
 
     def _time(self, grant: Grant, now: float) -> None:
@@ -600,7 +600,7 @@ class SMAllocator:
         state, request = grant.class_state, grant.request
         self.virtual_time.settle(grant, now)
         seconds = now - grant.began
-        expected = None if request.duration is None else request.seconds(grant.sms)
+        expected = grant.ends - grant.began if grant.is_bounded and grant.ends else None
         state.record_lease(seconds, now - grant.since, expected)
         if grant.used:  # it reached checkpoints, which recorded its pieces
             return

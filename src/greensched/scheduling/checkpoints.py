@@ -88,6 +88,7 @@ class Checkpoints:
         request = grant.request
         self._queue_again(request, now)
         request.gave_way = not grant.will_end(now)
+        request.pieces = grant.pieces_left(now)
         request.holder = grant.holder
         return self._drained(now, grant)
 

@@ -135,6 +135,11 @@ class Grant:
         if before and after:
             self.ends = now + (self.ends - now) * after / before
 
+    def pieces_left(self, now: float) -> float:
+        """Return how many times its request's present duration it still lasts. 0: unknown."""
+        seconds = self.request.seconds(self.sms)
+        return (self.ends - now) / seconds if self.ends and seconds and self.will_end(now) else 0.0
+
     def frees_at(self, now: float, request: Request) -> float:
         """Return when its cells may be free for a request at the earliest, as far as is known.
 
@@ -190,6 +195,7 @@ class Request:
         "order",
         "owner",
         "parts",
+        "pieces",
         "priority",
         "rank",
         "state",
@@ -229,6 +235,9 @@ class Request:
         self.deadline = deadline
         #: The expected seconds of its lease. None: unknown.
         self.duration = duration
+        #: How many times its duration its lease lasts. Not 1 if it gave way at a checkpoint, where
+        #: only the duration of the next piece is given. 0: unknown.
+        self.pieces = 1.0
         #: Whether its duration is a curve that failed and is not called again.
         self.cost_failed = False
         #: Seconds in which the next piece should be done, from the last checkpoint.
