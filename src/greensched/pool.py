@@ -498,7 +498,12 @@ class Pool(Uncopyable):
 
         Returns:
             A function that ends the watching.
+
+        Raises:
+            InvalidRequest: `callback` is not a function.
         """
+        if not callable(callback):
+            raise InvalidRequest(f"callback={callback!r}: give a function of one record")
         self._lifecycle.watch(callback)
         return partial(self._lifecycle.unwatch, callback)
 

@@ -18,14 +18,14 @@ COMMANDS: dict[str, click.Command] = commands.greensched.commands
 #: A wrong use of each command, and what the answer names.
 WRONG = {
     "bench": (["lease"], "unexpected extra argument (lease)"),
-    "demo": (["--seconds", "soon"], "'soon' is not a valid float"),
+    "demo": (["--seconds", "soon"], "'soon' is not a number above 0"),
     "doctor": (["now"], "unexpected extra argument (now)"),
     "info": (["--jsn"], "--jsn"),
     "measure": ([], "nothing to measure: give a model file, or --host"),
     "plan": ([], "Missing argument 'SIZES...'"),
     "trace": ([], "Missing argument 'FILE'"),
     "simulate": (["--slo", "first"], "gives no seconds by class, such as first=0.5,between=0.05"),
-    "top": (["--interval", "0"], "0.0 is not in the range x>0"),
+    "top": (["--interval", "0"], "'0' is not a number above 0"),
 }
 LOADED = """
 import sys
@@ -58,7 +58,9 @@ def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) 
     [
         (["nonsense"], "greensched: No such command 'nonsense'. See greensched --help"),
         (["simulate", "--trace", "a.csv", "--generate", "code"], "give one of them"),
-        (["demo", "--seconds", "0"], "x>0"),
+        (["demo", "--seconds", "0"], "'0' is not a number above 0"),
+        (["demo", "--seconds", "nan"], "'nan' is not a number above 0"),
+        (["top", "--interval", "inf"], "'inf' is not a number above 0, and of at most 1000000"),
         (["plan", "1", "--jsn"], "Did you mean '--json'? See greensched plan --help"),
         (["simulate", "--repeats", "0"], "'--repeats': 0 is not in the range x>=1"),
         (["simulate", "--load-factors", "0,1"], "is not a list of numbers above 0, such as"),

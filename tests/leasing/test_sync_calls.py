@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from greensched import Pool
+from greensched import InvalidRequest, Pool
 from greensched.leasing import sync
 
 
@@ -57,3 +57,10 @@ def test_a_loop_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     with pool.sync, pool.sync.partition(8) as p:
         assert p.run(int) == 0
+
+
+def test_a_call_of_a_blocking_function_says_what_runs_one() -> None:
+    """`pool.sync.call` awaits what its function returns; other values are refused by name."""
+    pool = Pool(driver="simulated:h20")
+    with pool.sync, pytest.raises(InvalidRequest, match=r"returned 7: .*`p\.run`"):
+        pool.sync.call(lambda: 7)  # type: ignore[arg-type,return-value]

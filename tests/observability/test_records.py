@@ -19,6 +19,7 @@ from greensched import (
     Drained,
     Expired,
     Granted,
+    InvalidRequest,
     LaunchConfig,
     Lent,
     Lost,
@@ -415,3 +416,9 @@ def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     assert "a pool is open over" in text
     assert "expired a queued request" in text
     assert "the pool is closed" in text
+
+
+def test_a_watcher_is_a_function() -> None:
+    """Another object is refused where it is given, not at the first record."""
+    with pytest.raises(InvalidRequest, match="give a function of one record"):
+        Pool(driver="simulated:h20").watch(3)  # type: ignore[arg-type]

@@ -105,6 +105,13 @@ def _parse_factors(text: str) -> tuple[float, ...]:
     return factors
 
 
+def _parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 1e6:
+        raise ValueError
+    return seconds
+
+
 def _parse_targets(text: str) -> dict[str, float]:
     pairs = (item.split("=") for item in text.split(",") if item)
     return {name.strip(): float(seconds) for name, seconds in pairs}
@@ -118,7 +125,7 @@ FACTORS = _Value("factors", _parse_factors, "is not a list of numbers above 0, s
 TARGETS = _Value(
     "targets", _parse_targets, "gives no seconds by class, such as first=0.5,between=0.05"
 )
-SECONDS = click.FloatRange(min=0, min_open=True)
+SECONDS = _Value("seconds", _parse_seconds, "is not a number above 0, and of at most 1000000")
 FILE = click.Path(path_type=Path)
 
 Command = Callable[..., Any]

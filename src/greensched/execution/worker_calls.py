@@ -308,7 +308,7 @@ def check_blocking(fn: object) -> None:
         InvalidRequest: It is not callable, or is a coroutine function.
     """
     if not callable(fn):
-        raise InvalidRequest(f"p.run takes a function, not {type(fn).__name__}: {fn!r}")
+        raise InvalidRequest(f"give a blocking function, not {type(fn).__name__}: {fn!r}")
     if is_coroutine_function(fn):
         raise InvalidRequest(
             f"{fn!r} is a coroutine function: await it here; p.run calls blocking functions"

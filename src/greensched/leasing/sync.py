@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial, update_wrapper
+from inspect import isawaitable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakSet
@@ -27,7 +28,7 @@ import anyio
 from greensched._asynclib import in_event_loop
 from greensched._validation import Uncopyable
 from greensched.device.device import Device
-from greensched.errors import ForkedPool, LoopWouldBlock, PartitionClosed
+from greensched.errors import ForkedPool, InvalidRequest, LoopWouldBlock, PartitionClosed
 from greensched.execution.eventloop import current_adapter, holder_override
 from greensched.leasing.partition import Partition
 from greensched.leasing.pool_state import CloseReport, PoolState
@@ -404,7 +405,13 @@ class _Call(Generic[T]):
     async def run(self) -> None:
         holder_override.set((current_adapter().current_task(), self._thread))
         try:
-            value = await self._function(*self._args)
+            awaitable = self._function(*self._args)
+            if not isawaitable(awaitable):
+                raise InvalidRequest(
+                    f"pool.sync.call takes an async function, but {self._function!r} returned "
+                    f"{awaitable!r}: call a blocking function by `p.run`"
+                )
+            value = await awaitable
         except BaseException as error:  # also an interrupt, which belongs to the caller
             self.ended.set_exception(error)
         else:

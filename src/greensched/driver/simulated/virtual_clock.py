@@ -244,7 +244,9 @@ class VirtualClock:
 
     def _refuse_participants(self) -> None:
         if self._participant() is not None:
-            raise DriverMisuse("this thread takes turns already: run a loop on a thread of its own")
+            raise DriverMisuse(
+                "this thread takes turns already: await here, or run a loop on a thread of its own"
+            )
 
     def _pause(self, ready: Callable[[], bool], deadline: int | None) -> None:
         participant = self._participant()
