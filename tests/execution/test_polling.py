@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import anyio
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from greensched import DeviceLost, LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.driver.status import from_status
 from greensched.execution.completion_poller import (
     GIL_YIELD_EVERY_S,
     IDLE_TURN_S,
     MAX_SAFETY_S,
     SAFETY_S,
     Action,
+    CompletionPoller,
     PollPolicy,
 )
+from greensched.kernels import spin
 
+ONE = LaunchConfig(grid=1, block=1)
 BUDGET = 50e-6
 IDLE, BUSY = IDLE_TURN_S / 2, IDLE_TURN_S * 10
 
@@ -143,3 +152,67 @@ def test_a_loop_beside_a_thread_alternates() -> None:
     busy = Loop()
     assert busy.poll(BUSY, threads_busy=True).delay == GIL_YIELD_EVERY_S
     assert busy.poll(BUSY, threads_busy=True).delay == 0.0
+
+
+@pytest.mark.fault("C1")
+@pytest.mark.parametrize("is_kicked", [False, True], ids=["timer", "thread"])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_poll_that_fails_is_tried_again(
+    backend: str, is_kicked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits for the device then waits a little longer, and the failure is logged."""
+    poll, failures = CompletionPoller._poll, iter([ZeroDivisionError("of the test")])
+
+    def failing(poller: CompletionPoller) -> bool:
+        for failure in failures:
+            raise failure
+        return poll(poller)
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            monkeypatch.setattr(CompletionPoller, "_poll", failing)
+            if is_kicked:  # as by a thread whose work is done
+                p._open_lease().poller.kick_threadsafe()
+                await anyio.sleep(0)
+            await p.launch(ONE, spin, 1000)
+
+    anyio.run(main, backend=backend)
+    (record,) = caplog.records
+    assert record.getMessage() == "a poll failed; it is tried again"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_callback_that_fails_stops_no_other(
+    is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those after it are called; it is logged, or its device is lost if it shows that."""
+    called = list[str]()
+
+    def fail() -> None:
+        called.append("first")
+        if is_lost:
+            raise from_status(700, "query_event")
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        pool = Pool(driver=driver)
+        await pool.open()
+        with pytest.raises(DeviceLost) if is_lost else nullcontext():
+            async with pool.partition(8) as p:
+                job = p.launch(ONE, spin, 1000)
+                executor = p._open_lease().executor
+                stream = executor.launch_stream
+                executor.notify_when(stream, stream.issued, fail)
+                executor.notify_when(stream, stream.issued, lambda: called.append("second"))
+                await job
+                await p.run(int)
+        assert called == ["first", "second"]
+        assert pool.is_ready is not is_lost
+        await pool.aclose()
+
+    driver = simulated.open("h200", clock=simulated.VirtualClock())
+    driver.clock.run(main)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("failed after the work of a stream" in text for text in said) is not is_lost

@@ -10,8 +10,9 @@ import anyio
 import pytest
 
 import greensched
-from greensched import ALL, Pool, ServiceClass
+from greensched import ALL, LaunchConfig, Pool, ServiceClass
 from greensched.driver import simulated
+from greensched.kernels import spin
 
 CLASSES = [ServiceClass("decode", priority=1), ServiceClass("capped", cap=8)]
 
@@ -150,3 +151,28 @@ def test_places_are_told_where_they_are_noted(recwarn: pytest.WarningsRecorder) 
                 held.clear()
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_cancelled_holder_whose_work_goes_on_is_named(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its block was left, but the kernel that it launched still has the SMs."""
+    clock = simulated.VirtualClock()
+    driver = simulated.open("h200", clock=clock)
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            with anyio.move_on_after(0.5):
+                async with pool.partition(112) as p:
+                    await p.launch(LaunchConfig(grid=1, block=1), spin, 50_000_000_000)
+            async with pool.partition(32):
+                pass
+
+    with caplog.at_level(logging.WARNING, "greensched"):
+        clock.run(main, backend=backend)
+    driver.close()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "has held 112 SMs of device 0 for " in said
+    assert "its block was left 30 s ago, and its work has not ended. Leave its block" in said

@@ -712,3 +712,17 @@ def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             claim(0, "GPU-1")
         finally:
             os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_a_folder_that_is_a_link_is_not_used_for_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user could have made it, to have this process write elsewhere."""
+    aim = tmp_path / "aim"
+    aim.mkdir()
+    (tmp_path / f"greensched-{os.geteuid()}").symlink_to(aim)
+    monkeypatch.setattr(process.tempfile, "tempdir", str(tmp_path))
+    process._lock_gpu((0, 0), "GPU-of-the-test")
+    assert not list(aim.iterdir())
+    (record,) = caplog.records
+    assert "is not a folder that this user owns" in record.getMessage()

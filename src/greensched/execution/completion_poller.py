@@ -356,13 +356,16 @@ class CompletionPoller:
             self._timer.schedule(delay)
 
     def _on_timer(self) -> None:
-        """Poll, and schedule the next poll even after an exception.
+        self._run(self._poll_by_policy)
+
+    def _run(self, poll: Callable[[], object]) -> None:
+        """Poll and resume tasks; schedule the next poll even after an exception.
 
         Only exceptions that end the loop pass, because on trio others would end the program.
         """
         try:
             try:
-                self._poll_by_policy()
+                poll()
             except Exception:
                 logger.exception("a poll failed; it is tried again")
                 self._schedule(MAX_SAFETY_S)
@@ -419,6 +422,9 @@ class CompletionPoller:
         self._schedule(delay)
 
     def _kick(self) -> None:
+        self._run(self._poll_kicked)
+
+    def _poll_kicked(self) -> None:
         self._kicked = False  # first, so that a call from here on wakes the loop again
         if self._thread_work_done:
             self._policy.thread_ran(time.perf_counter())
@@ -430,7 +436,6 @@ class CompletionPoller:
         if self._on_device:
             self._poll_within(0.0)
         self._look_for_hangs()
-        self._resume()
 
     def _poll_virtual(self) -> None:
         """Poll after the device progressed while the loop was idle, or failed."""
