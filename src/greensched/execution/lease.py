@@ -298,9 +298,13 @@ class Lease:
             return False
 
     def check_running_loop(self) -> None:
-        """Raise PartitionClosed if its loop is closed, WrongThread if it is not the running one."""
+        """Raise PartitionClosed if its loop is closed, WrongThread if it is not the running one.
+
+        No loop of the parent runs in a forked child, where ForkedPool is raised.
+        """
         self.check_loop()
         if not self.is_of_running_loop:
+            self.check_pool()
             raise wrong_thread()
 
     def check_pool(self) -> None:
