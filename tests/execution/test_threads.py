@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import greensched
-from greensched import ALL, Job, LaunchConfig, Partition, Pool
+from greensched import ALL, Job, LaunchConfig, Partition, Pool, WouldBlock
 from greensched.driver import simulated
 from greensched.driver.simulated import Span
+from greensched.execution.executor import DEPTH
 from greensched.kernels import spin
 from helpers.gate import Gate
 from helpers.waiting import until
@@ -566,5 +567,23 @@ def test_a_green_context_is_current_on_one_thread_at_a_time() -> None:
             with p.context:
                 assert p.context.is_current
             assert not p.context.is_current
+
+    asyncio.run(main())
+
+
+def test_too_many_calls_in_flight_are_refused() -> None:
+    """A call never waits for room: the refusal says what to wait for, and then there is room."""
+
+    async def main() -> None:
+        async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
+            go = threading.Event()
+            jobs: list[Job[Any]] = [p.run(go.wait)]
+            with pytest.raises(WouldBlock, match="too many calls are in flight"):
+                while True:
+                    jobs.append(p.run(int))
+            assert len(jobs) == DEPTH
+            go.set()
+            await p.drain()
+            assert await p.run(int) == 0
 
     asyncio.run(main())

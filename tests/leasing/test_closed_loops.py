@@ -486,3 +486,34 @@ def test_a_lease_waits_for_its_work_only_in_its_own_loop(loops: Loops) -> None:
     loops.on_here(idle.__aenter__())
     loops.on_there(leave_idle_there())
     loops.on_here(end())
+
+
+def test_a_holder_that_waits_to_go_on_in_a_closed_loop_is_forgotten(loops: Loops) -> None:
+    """Collecting its task takes its request out of the queue, and its lease has no SMs."""
+    pool, others = Pool(driver="simulated:h200"), list[Partition]()
+
+    async def idle() -> None:
+        async with pool.partition(16) as p:
+            async with p.idle():
+                others.append(await pool.partition(ALL).__aenter__())
+
+    async def start() -> asyncio.Task[None]:
+        task = asyncio.create_task(idle())
+        await until(lambda: pool.statistics().waiting == 1)
+        return task
+
+    async def use() -> None:
+        await others.pop().__aexit__(None, None, None)
+        await until(lambda: pool.statistics().leases == 0)
+        async with pool.partition(ALL) as p:
+            assert await p.run(int) == 0
+        assert pool.statistics().waiting == 0
+        await pool.aclose()
+
+    loops.on_here(pool.open())
+    lost = loops.on_there(start())
+    assert not lost.done()
+    loops.there.close()
+    del lost
+    gc.collect()
+    loops.on_here(use())

@@ -544,6 +544,7 @@ def test_an_executor_that_cannot_be_made_fails_what_waits_for_it(
             with pytest.raises(CUDAError, match="create_green: OUT_OF_MEMORY"):
                 await pool.prepare_local("a", object)
             assert (pool.statistics().sms_free, pool.statistics().executors) == (132, made)
+            assert not pool._lifecycle.manager().builder._makings
             await pool.prepare_local("a", object)
             assert (pool.statistics().sms_free, pool.statistics().executors) == (132, made + 3)
 
