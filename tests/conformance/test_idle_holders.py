@@ -8,6 +8,7 @@ import pytest
 
 from greensched import (
     ALL,
+    InvalidRequest,
     LaunchConfig,
     Partition,
     PartitionClosed,
@@ -30,6 +31,21 @@ async def whole_device(pool: Pool) -> None:
     """Have every SM for a moment."""
     async with pool.partition(ALL) as p:
         assert p.sm_count == pool.statistics().sms_total
+
+
+def test_a_partition_of_several_cannot_be_idle_alone(backend: Backend) -> None:
+    """It was granted together with others, so it is refused, and all keep their SMs."""
+
+    async def main() -> None:
+        async with backend.pool() as pool, pool.partitions(8, (8, 16)) as parts:
+            for p in parts:
+                with pytest.raises(InvalidRequest, match="request it by itself"):
+                    async with p.idle():
+                        pass
+                await p.run(int)
+            assert pool.statistics().leases == 2
+
+    backend.run(main)
 
 
 @pytest.mark.parametrize("size", [16, (16, ALL)])

@@ -254,7 +254,7 @@ class Partition(AsyncBlock):
         size again, as a request of its class, and waits for the grant: at most
         `max_wait_for_reserve` if the class's reserve covers the least size. Inside, submitting
         raises `WouldBlock`. Bound launches follow, and buffers stay valid; read `stream` and
-        `context` again afterwards.
+        `context` again afterwards. A partition of `Pool.partitions` cannot be idle alone.
 
         Entering raises as `checkpoint` does; a cancellation then changes nothing. Leaving raises
         `TooManySMs` if the classes have changed, or `PoolClosed` or `DeviceLost`. A cancellation
@@ -635,10 +635,19 @@ class IdleBlock(AsyncBlock):
         self._partition = partition
 
     async def __aenter__(self) -> None:
-        """Wait for the partition's work, and give its SMs back."""
+        """Wait for the partition's work, and give its SMs back.
+
+        Raises:
+            InvalidRequest: It was requested together with others.
+        """
         partition = self._partition
         lease = partition._own_lease()
         lease.check_ready()
+        if len(partition._request.parts) > 1:  # all of them would be requested again
+            raise InvalidRequest(
+                "a partition of `pool.partitions` cannot be idle alone: request it by itself, with "
+                "`pool.partition`"
+            )
         if lease.poller.loop.always_yields:
             await lease.poller.loop.checkpoint()
         await lease.wait_idle()
