@@ -93,9 +93,10 @@ class TooManySMs(InvalidRequest):
         instead = f"at most {most}" if len(nearest) < 2 else f"{together}, the nearest possible"
         if is_ruled or not nearest:
             instead += f", or {other if is_ruled else 'for ALL SMs of a device'}"
+        instead = f"ask for {instead}" if most else other
         super().__init__(
             f"{asked} SMs{' together' if nearest else ''} can never be granted here (at most "
-            f"{most} can): ask for {instead}"
+            f"{most} can): {instead}"
         )
 
 

@@ -169,6 +169,8 @@ def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
             assert few.sizes == (16,)
             with pytest.raises(greensched.InvalidRequest, match="measure"):
                 await pool.measure(5)  # type: ignore[arg-type]
+            with pytest.raises(greensched.InvalidRequest, match=r"sms=\[\]\): give the sizes"):
+                await pool.measure(len, "", sms=[])
             with pytest.raises(greensched.InvalidRequest, match=r"sms=16\): give the sizes"):
                 await pool.measure(len, "16 alone", sms=16)  # type: ignore[arg-type]
             assert pool.statistics().sms_free == 132

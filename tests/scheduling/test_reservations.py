@@ -396,14 +396,25 @@ def test_a_class_that_can_hold_nothing_is_told_so() -> None:
     with pytest.raises(TooManySMs) as caught:
         ask(scheduler, 0.0, 8, "plain")
     assert caught.value.most == 0
+    assert "(at most 0 can): name a class" in str(caught.value)
+
+
+def test_a_class_that_can_hold_only_the_remainder_is_told_so() -> None:
+    """If the reserves of others leave no cell, the SMs over are the most that are possible."""
+    device = DeviceCells(size=8, count=8, remainder=12)
+    scheduler = make(ServiceClass("owner", reserve=64), PLAIN, devices=(device,))
+    with pytest.raises(TooManySMs) as caught:
+        ask(scheduler, 0.0, 16, "plain")
+    assert caught.value.most == ask(scheduler, 0.0, 8, "plain").grants[0].sms == 12
 
 
 def test_a_cap_holds_in_the_remainder() -> None:
     """A remainder with more SMs than the cap is not granted, although it has the requested SMs."""
     device = DeviceCells(size=8, count=8, remainder=12)
     scheduler = make(ServiceClass("small", cap=10), devices=(device,))
-    with pytest.raises(TooManySMs):
+    with pytest.raises(TooManySMs) as caught:
         ask(scheduler, 0.0, 9, "small")
+    assert caught.value.most == 8
 
 
 def test_an_elastic_lease_of_a_capped_class_gets_the_remainder() -> None:

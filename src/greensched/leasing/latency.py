@@ -288,7 +288,7 @@ async def measure(
     if not callable(fn):
         raise InvalidRequest(f"measure({fn!r}): give a function, or a coroutine function")
     checked: Any = as_tuple(sizes)  # because an iterator would be used up by the first turn
-    if checked is None:
+    if not checked:
         raise InvalidRequest(f"measure(sms={sizes!r}): give the sizes, such as [8, 16, 32]")
     samples: dict[int, list[float]] = {}
     for turn in range(1 + repeats):

@@ -377,13 +377,8 @@ class SMAllocator:
         most = 0
         for device in request.devices:
             cells = self.devices[device]
-            if not self.is_limited:
-                most = max(most, cells.total)
-                continue
-            length = self._known_length(request, device)
-            count = self._reachable_cells(request, device, length)
-            sms = cells.total if count == cells.count else count * cells.size
-            most = max(most, min(sms, request.class_state.cap))
+            sms = cells.largest_within(self.reachable(request, device))
+            most = max(most, cells.largest(min(sms, request.class_state.cap)))
         return max((sms for sms in sizes if sms <= most), default=most)
 
     def nearest(self, request: Request) -> tuple[int, ...]:
