@@ -57,6 +57,11 @@ class LoopAdapter(ABC):
 
     @property
     @abstractmethod
+    def is_running(self) -> bool:
+        """Whether the loop runs on this thread."""
+
+    @property
+    @abstractmethod
     def is_closed(self) -> bool:
         """Whether the loop is closed. From any thread."""
 
@@ -142,12 +147,16 @@ class AsyncioAdapter(LoopAdapter):
             self._create_future = functools.partial(asyncio.Future, loop=loop)  # as the loop does
 
     @property
+    def is_running(self) -> bool:
+        return _get_running_loop() is self._loop
+
+    @property
     def is_closed(self) -> bool:
         closed: bool = self._loop.is_closed()
         return closed
 
     def is_current(self) -> bool:
-        return _get_running_loop() is self._loop and get_ident() == self._ident
+        return self.is_running and get_ident() == self._ident
 
     def create_waiter(self) -> Waiter:
         waiter: Waiter = self._create_future()
@@ -304,6 +313,12 @@ class TrioAdapter(LoopAdapter):
 
     def _close(self) -> None:
         self._is_closed = True
+
+    @property
+    def is_running(self) -> bool:
+        return (trio := running_trio()) is not None and (
+            trio.lowlevel.current_trio_token() is self._token
+        )
 
     @property
     def is_closed(self) -> bool:

@@ -35,14 +35,13 @@ from greensched.errors import (
     DeviceFault,
     DeviceLost,
     InvalidRequest,
-    NoLoop,
     PartitionClosed,
     WouldBlock,
     wrong_thread,
 )
 from greensched.execution.call_context import CallContext, CallWrapper, hooks
 from greensched.execution.completion_poller import CompletionPoller
-from greensched.execution.eventloop import Waiter, current_adapter
+from greensched.execution.eventloop import Waiter
 from greensched.execution.executor import Executor
 from greensched.execution.jobs import Job
 from greensched.execution.lease_drain import LeaseDrain
@@ -289,21 +288,13 @@ class Lease:
             state = "closed, because its event loop is: enter a partition in the loop that uses it"
             raise PartitionClosed(self.partition_name, state)
 
-    @property
-    def is_of_running_loop(self) -> bool:
-        """Whether the loop that holds it is running on this thread."""
-        try:
-            return current_adapter() is self.poller.loop
-        except NoLoop:
-            return False
-
     def check_running_loop(self) -> None:
         """Raise PartitionClosed if its loop is closed, WrongThread if it is not the running one.
 
         No loop of the parent runs in a forked child, where ForkedPool is raised.
         """
         self.check_loop()
-        if not self.is_of_running_loop:
+        if not self.poller.loop.is_running:
             self.check_pool()
             raise wrong_thread()
 

@@ -142,7 +142,7 @@ class Partition(AsyncBlock):
         """
         lease = self._granted_lease()
         end = lease.end if kind is None else lease.abandon
-        if kind is GeneratorExit or not lease.is_of_running_loop:
+        if kind is GeneratorExit or not lease.poller.loop.is_running:
             self._is_left = True
             lease.poller.loop.call_threadsafe(end)
         else:
