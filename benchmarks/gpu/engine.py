@@ -712,6 +712,18 @@ def interval(kept: int, requests: int) -> tuple[float, float]:
     return min(share, (middle - around) / whole), max(share, (middle + around) / whole)
 
 
+def draw_shares(axis: Any, arm: str, points: list[tuple[float, int, int]]) -> None:
+    """Draw the share in time at each rate, of a rate, requests in time and requests."""
+    points = sorted(points)
+    shares = [kept / requests for _, kept, requests in points]
+    ends = [interval(kept, requests) for _, kept, requests in points]
+    around = [
+        [share - low for share, (low, _) in zip(shares, ends, strict=True)],
+        [high - share for share, (_, high) in zip(shares, ends, strict=True)],
+    ]
+    axis.errorbar([rate for rate, _, _ in points], shares, around, marker="o", label=arm)
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw the share of requests in time against the rate, for each target, with its interval."""
     from greensched.capacity.plot import pyplot, write
@@ -719,14 +731,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4), sharey=True)
     for axis, target in zip(axes, (20, 12), strict=True):
         for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
-            kept = sorted((r for r in found["runs"] if r["arm"] == arm), key=lambda r: r["rate"])
-            shares = [run[f"in time at {target}"] / run["requests"] for run in kept]
-            ends = [interval(run[f"in time at {target}"], run["requests"]) for run in kept]
-            around = [
-                [share - low for share, (low, _) in zip(shares, ends, strict=True)],
-                [high - share for share, (_, high) in zip(shares, ends, strict=True)],
-            ]
-            axis.errorbar([run["rate"] for run in kept], shares, around, marker="o", label=arm)
+            runs = [run for run in found["runs"] if run["arm"] == arm]
+            points = [(r["rate"], r[f"in time at {target}"], r["requests"]) for r in runs]
+            draw_shares(axis, arm, points)
         axis.axhline(IN_TIME, color="grey", linewidth=0.5)
         axis.set(title=f"{target} ms between tokens", xlabel="requests per second")
     axes[0].set_ylabel("requests in time")

@@ -43,6 +43,7 @@ from benchmarks.gpu.engine import (
     Place,
     Search,
     Stream,
+    draw_shares,
     figures,
     fused,
     green_stream,
@@ -62,6 +63,8 @@ from greensched import REST, Pool
 Serve = Callable[[Engine, Engine], Awaitable[None]]
 #: Texts that are being read at a time.
 READING = 8
+#: What a run counts: requests in time, and all.
+IN_TIME_OF = ("chat in time", "texts in time")
 
 
 async def both(
@@ -210,16 +213,19 @@ class Pair:
         return {
             "chat": found[0],
             "texts": {name: found[1][name] for name in ("requests", "complete", "ttft")},
-            "in time": [(one[f"in time at {target}"], one["requests"]) for one in found],
+            **{
+                kind: [one[f"in time at {target}"], one["requests"]]
+                for kind, one in zip(IN_TIME_OF, found, strict=True)
+            },
             "late_ms": 1e3 * late,
         }
 
 
 #: What is searched by default, the most important first.
 DEFAULT = """
-sized:40:128@20=30 split:40:128@20=33 priority:128:256@20=8 turns:128:128@20=6 plain:128:256@20=3
-torch_green:40:128@20=3 priority:128@20=8 split:48:128@20=30 sized:48:128@20=28 turns:96:128@20=6
-priority:128:512@20=8 priority:160:256@20=6 turns:160:128@20=2 turns:128:256@20=2 plain:160@20=2
+split:40:128@20=28 sized:48:128@20=24 plain:128:256@20=16 priority:128:256@20=14 turns:96:128@20=4
+torch_green:40:128@20=3 split:48:128@20=24 sized:40:128@20=24 turns:128:128@20=4 plain:96:256@20=14
+plain:160:256@20=12 plain:128:128@20=12 priority:128:384@20=6 plain:128:384@20=4 plain:128@20=3
 """
 
 
@@ -250,7 +256,7 @@ async def knees(
                     runs.append({"arm": what.arm, "rate": rate, **merged(parts)})
                     report.put("runs", runs)
                     print(line(runs[-1]), flush=True)
-                    return all(share >= IN_TIME for share in runs[-1]["in time"])
+                    return is_kept(runs[-1])
 
                 knee = await search(what.start, keeps, RATES)
             found.append({"arm": what.arm, "target": what.target, "knee": knee})
@@ -262,11 +268,17 @@ async def knees(
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Add up the requests of several runs; other figures are those of the slowest texts."""
-    kinds = list(zip(*(part["in time"] for part in parts), strict=True))
-    sums = [tuple(map(sum, zip(*kind, strict=True))) for kind in kinds]
-    shares = [kept / asked if asked else 1.0 for kept, asked in sums]
+    sums = [
+        [sum(numbers) for numbers in zip(*(part[kind] for part in parts), strict=True)]
+        for kind in IN_TIME_OF
+    ]
     slowest = max(parts, key=lambda part: part["texts"]["ttft"][0])
-    return {**slowest, "seeds": len(parts), "in time": shares}
+    return {**slowest, "seeds": len(parts), **dict(zip(IN_TIME_OF, sums, strict=True))}
+
+
+def is_kept(found: dict[str, Any]) -> bool:
+    """Say whether enough of both kinds are in time."""
+    return all(found[kind][0] >= IN_TIME * found[kind][1] for kind in IN_TIME_OF)
 
 
 def line(found: dict[str, Any]) -> str:
@@ -275,11 +287,29 @@ def line(found: dict[str, Any]) -> str:
         " / ".join(f"{ms:.0f}" for ms in part)
         for part in (found["chat"]["ttft"], found["chat"]["between"], found["texts"]["ttft"])
     ]
-    shares = " and ".join(f"{share:.3f}" for share in found["in time"])
+    shares = " and ".join("{} of {}".format(*found[kind]) for kind in IN_TIME_OF)
     return (
         f"{found['arm']:16}{found['rate']:>4g} texts/s; in time {shares}; chat: TTFT {times[0]}, "
         f"between {times[1]}; texts: {times[2]} ms"
     )
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw the share in time, of the chat or of the texts, whichever is less, against the rate."""
+    from greensched.capacity.plot import pyplot, write
+
+    figure, axis = pyplot().subplots(figsize=(7, 4))
+    for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
+        points = [
+            (run["rate"], *min(kinds, key=lambda counts: counts[0] / counts[1]))
+            for run in found["runs"]
+            if run["arm"] == arm and (kinds := [run[kind] for kind in IN_TIME_OF if run[kind][1]])
+        ]
+        draw_shares(axis, arm, points)
+    axis.axhline(IN_TIME, color="grey", linewidth=0.5)
+    axis.set(xlabel="texts per second beside the chat", ylabel="in time")
+    axis.legend(fontsize="small")
+    write(figure, path)
 
 
 def load(options: argparse.Namespace) -> Pair:
@@ -310,6 +340,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--small", action="store_true", help="small models in numpy, simulated")
     made.add_argument("--json", type=Path, metavar="FILE")
+    made.add_argument("--plot", type=Path, metavar="FILE")
     return made
 
 
@@ -323,6 +354,8 @@ def main() -> int:
     print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
     scale = 0.1 if options.small else 1.0
     asyncio.run(knees(pair, options.search, options, report, scale))
+    if options.plot is not None and "runs" in report.found:
+        draw(report.found, options.plot)
     report.close()
     return int(bool(report.found["errors"]))
 
