@@ -164,6 +164,10 @@ class Execution:
         self.waiting: dict[Task, None] = {}
         self.outcomes = {one.name: Outcome() for one in rules}
         self._sizes = {one.rules.name: self._size(one) for one in self.program.traffic}
+        #: The sum over the classes of the longest time between two checkpoints of a lease.
+        self.intervals = sum(
+            one.curve.at(self._sizes[one.rules.name].least) for one in self.program.traffic
+        )
 
     def _size(self, traffic: Traffic) -> SizeRange:
         """Return what a class asks for."""

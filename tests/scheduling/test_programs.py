@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greensched.scheduling.policy import POLICIES
+from greensched.scheduling.policy import POLICIES, Fifo, RequestView
+from greensched.scheduling.services import ServiceClass
 
-from .fuzz import faults
-from .programs import draw, draw_from, partitions
+from .fuzz import Waits, faults
+from .programs import (
+    DEVICES,
+    Curve,
+    Execution,
+    Program,
+    Traffic,
+    draw,
+    draw_from,
+    partitions,
+)
 
 SEEDS = range(20)
 
@@ -22,7 +32,34 @@ def test_no_program_locks_or_starves(policy: str) -> None:
     for seed in SEEDS:
         program = draw(seed)
         found = faults(program, policy, partitions(program))
-        assert not {"locked", "free", "starved"} & {*found}, seed
+        assert not {"locked", "free", "starved", "overdue"} & {*found}, seed
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [("fifo", 302531), ("fifo", 303152), ("fifo", 302219), ("sized", 322353)],
+)
+def test_no_request_waits_beyond_its_turn(policy: str, seed: int) -> None:
+    """A lower lease gives way to it, and a lease that is known to end waits behind no lower one."""
+    program = draw(seed)
+    assert not {"starved", "overdue"} & {*faults(program, policy, partitions(program))}
+
+
+def test_a_request_that_others_overtake_for_ever_is_overdue() -> None:
+    """Without ageing a request for all SMs waits while smaller ones never leave them all free."""
+
+    class Never(Fifo):
+        def may_overtake(self, first: RequestView, now: float) -> bool:
+            return True
+
+    curve, cells = Curve(0.4, 40), DEVICES[0]
+    times = tuple(0.004 * i for i in range(100))
+    small = Traffic(ServiceClass("small"), curve, 1, 40, 40, 40, times)
+    large = Traffic(ServiceClass("large"), curve, 1, 128, 128, 128, (0.01,))
+    for policy, is_overdue in ((Never(), True), (Fifo(), False)):
+        waits = Waits()
+        Execution(Program(cells, (small, large)), policy, elastic=True, check=waits).run()
+        assert (max(waits.in_turn.values()) > waits.bound) is is_overdue
 
 
 @given(rng=st.randoms(use_true_random=False), policy=st.sampled_from(sorted(POLICIES)))
