@@ -125,9 +125,11 @@ class Pair:
         Fair: it is what torch's documentation shows. On driver 580 each context is a split of its
         own, so the two overlap.
         """
-        for stream, size in (("green chat", sms), ("green texts", self.sms - sms)):
-            self._streams.setdefault(stream, green_stream(0, size))
-        yield self._on_streams("green chat", "green texts", budget, 0)
+        sizes = {f"chat, {sms} SMs": sms, f"texts, {self.sms - sms} SMs": self.sms - sms}
+        for stream, size in sizes.items():
+            if stream not in self._streams:
+                self._streams[stream] = green_stream(0, size)
+        yield self._on_streams(*sizes, budget, 0)
 
     @asynccontextmanager
     async def split(self, sms: int, budget: int) -> AsyncIterator[Serve]:
