@@ -41,7 +41,7 @@ ERRORS = sorted(
 
 
 def compiled() -> list[Path]:
-    """The rooms that mypyc compiles."""
+    """The modules that mypyc compiles."""
     rules = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
     left = {path for name in rules["exclude"] for path in ROOT.glob(name[1:])}
     return [path for name in rules["include"] for path in sorted(ROOT.glob(name[1:]))
@@ -235,8 +235,8 @@ def test_nothing_reaches_upward_untyped(path: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "class Track:\n    def __init__(self):\n        self.crew: Any = None",
-        "class Track:\n    owner: Any | None",
+        "class Track:\n    def __init__(self):\n        self.owner: Any = None",
+        "class Track:\n    executor: Any | None",
         "class Owner(Protocol):\n    loader: Any",
         "def hand_over(self, channel: Any) -> None: ...",
     ],
@@ -256,7 +256,7 @@ def test_every_module_begins_with_a_docstring(path: str) -> None:
 
 
 def test_the_package_says_that_it_is_typed() -> None:
-    """py.typed stands beside the package, so that its types are used by whoever installs it."""
+    """py.typed is in the package, so that type checkers use its annotations."""
     assert (SOURCE / "py.typed").is_file()
 
 
@@ -287,7 +287,7 @@ def tracked() -> list[Path]:
 
 #: Places that are of one machine: homes, scratch and working folders, and package indexes.
 PLACES = re.compile(
-    r"(?<![\w.)}\]/-])/(?:work|tmp|root|Users|mnt|home/(?!somebody\b))/?\w"
+    r"(?<![\w.)}\]/-])/(?:work|tmp|root|Users|mnt|home/(?!user\b))/?\w"
     r"|\bfile:///"
     r"|https?://(?:\d+\.\d+\.\d+\.\d+|[\w.-]+\.(?:internal|local|corp|lan))\b(?<!//127\.0\.0\.1)"
     r"|https?://\S+/simple\b"
@@ -296,7 +296,7 @@ PLACES = re.compile(
 
 
 def test_no_file_names_a_machine() -> None:
-    """No file of the repository speaks of a place that only one machine has."""
+    """No file of the repository names a path that only one machine has."""
     found = []
     for path in tracked():
         try:
@@ -318,6 +318,6 @@ def test_a_machines_place_is_recognised(line: str, place: str) -> None:
 
 @pytest.mark.parametrize("host", ["pypi.example.org/simple", "index.internal/x", "10.0.0.7:80"])
 def test_a_package_index_is_recognised(host: str) -> None:
-    """The check above finds hosts that only one network has, and none that everybody has."""
+    """The check above finds hosts of one network, and none that every network has."""
     assert PLACES.search(f"from http://{host}")
     assert not PLACES.search("from http://127.0.0.1:80 or https://docs.python.org/3")

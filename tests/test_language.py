@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 #: Files and folders that are checked.
-CHECKED = ("README.md", "CONTRIBUTING.md", "benchmarks", "docs", "examples", "src")
+CHECKED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks",
+    "docs",
+    "examples",
+    "src",
+    *(f"tests/{name}" for name in ("benchmarks", "capacity", "cli", "conformance", "device")),
+    *(f"tests/{name}" for name in ("driver_cuda", "driver_simulated", "execution", "faults")),
+    *(f"tests/{name}" for name in ("gpu", "helpers", "integrations", "kernels", "observability")),
+)
 SUFFIXES = {".py", ".md", ".toml", ".pbtxt", ".pyi"}
 
 #: Regular expressions for words, alone or in a name: `desk`, `_desk` and `desk_id`.

@@ -123,7 +123,7 @@ def test_a_program_may_ask_for_a_simulation() -> None:
 def test_a_driver_that_is_none_is_refused(
     how: str, spec: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spec that names no driver is refused with one that would do, whoever wrote it."""
+    """A spec that names no driver is refused, and the error names one that works."""
     if how == "environment":
         monkeypatch.setenv(drivers.VARIABLE, spec)
     with pytest.raises(greensched.InvalidRequest) as refused:

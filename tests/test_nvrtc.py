@@ -1,4 +1,4 @@
-"""The compiler's door: source in, cubin or a log out."""
+"""The binding of NVRTC: source in, cubin or a log out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ extern "C" __global__ void saxpy(float a, const float *x, float *y, int n) {
 
 @pytest.fixture(scope="module")
 def compiler() -> Any:
-    """The door, where NVRTC is installed."""
+    """The binding, where NVRTC is installed."""
     try:
         nvrtc.version()
     except errors.DriverUnavailable as error:
@@ -139,7 +139,7 @@ def test_an_unknown_status_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_compiler_is_told() -> None:
-    """Without NVRTC every call says what to install, and importing the door does not fail."""
+    """Without NVRTC every call says what to install, and importing the binding does not fail."""
     code = """
         import cuda.pathfinder
 

@@ -37,8 +37,8 @@ def test_names_that_changed_are_matched() -> None:
     """A row of the old programs is compared with the row that it has become."""
     before = [
         _row("a job, 64 in flight | raw launches, median", 1.0),
-        _row("wake of 1 ms jobs: eight lanes at once | alone, median", 1.0),
-        _row("0 us: lease of a class with a floor | semaphore, p99", 1.0),
+        _row("wake of 1 ms jobs: eight leases at once | alone, median", 1.0),
+        _row("0 us: lease of a class with a reserve | semaphore, p99", 1.0),
         _row("turns of 80 us: run of nothing | to_thread (12 of these), p99", 1.0),
     ]
     after = [

@@ -65,7 +65,7 @@ BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks i
 
 @pytest.mark.parametrize(
     ("way", "beside", "marks"),
-    [*((way, "nobody", marks) for way in WAYS for marks in MARKS), *BEHIND],
+    [*((way, "nothing", marks) for way in WAYS for marks in MARKS), *BEHIND],
 )
 def test_nothing_is_submitted_by_the_loop_meanwhile(
     backend: Backend, way: str, beside: str, marks: str

@@ -97,7 +97,7 @@ def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharing_scope": "everybody"},
+        {"sharing_scope": "everything"},
         {"sharing_scope": ["green_ctx_balanced"]},
         {"concurrency_limit": 0},
         {"concurrency_limit": -3},

@@ -1,4 +1,4 @@
-"""Buffers and kept arrays, where another thread changes who uses them at the same time."""
+"""Buffers and kept arrays, while another thread changes the users of them."""
 
 from __future__ import annotations
 

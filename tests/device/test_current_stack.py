@@ -64,7 +64,7 @@ class Program:
             self.stack.pop().pop()
         assert self.driver.current() is None
 
-    def body(self, depth: int, floor: int) -> None:
+    def body(self, depth: int, bottom: int) -> None:
         for _ in range(self.rng.randrange(1, 8)):
             context, what = self.rng.choice(self.contexts), self.rng.random()
             if what < 0.35 and depth < DEEP:
@@ -77,7 +77,7 @@ class Program:
                 context.push()
                 self.stack.append(context)
             elif what < 0.85:
-                self.pop(context, floor)
+                self.pop(context, bottom)
             elif context in self.stack:
                 with pytest.raises(InvalidRequest):
                     context.close()
@@ -95,9 +95,9 @@ class Program:
         finally:
             self.stack = before
 
-    def pop(self, context: Context, floor: int) -> None:
-        """Only what is on top, and not in the place of the block around it."""
-        if len(self.stack) > floor and context is self.stack[-1]:
+    def pop(self, context: Context, bottom: int) -> None:
+        """Pop only the context on top, and never that of the block around it."""
+        if len(self.stack) > bottom and context is self.stack[-1]:
             context.pop()
             self.stack.pop()
         else:

@@ -32,7 +32,7 @@ def recorded(words: str) -> dict[str, Any]:
 # -- beside a stream that is stuck --------------------------------------------------------------
 
 #: By the default: code is loaded lazily.
-BESIDE = recorded("with 4, 30 and 55 lanes")["lazy loading, 8 connections"]
+BESIDE = recorded("with 4, 30 and 55 executors")["lazy loading, 8 connections"]
 
 
 class Beside:
@@ -186,9 +186,9 @@ CALLS: dict[str, Callable[[Beside], Call]] = {
     "host register 1 MiB": Beside.allocate_host,
     "host unregister": Beside.free_host,
     "memory pool create": Beside.create_pool,
-    "allocate 1 MiB on another lane": lambda beside: beside.allocate(MIB),
+    "allocate 1 MiB in another context": lambda beside: beside.allocate(MIB),
     "free it there": lambda beside: beside.free(MIB),
-    "allocate 1 GiB on another lane": lambda beside: beside.allocate(1024 * MIB),
+    "allocate 1 GiB in another context": lambda beside: beside.allocate(1024 * MIB),
     "free it": lambda beside: beside.free(1024 * MIB),
     "synchronize that stream": Beside.synchronize_stream,
     "memory pool destroy": Beside.destroy_pool,
@@ -398,10 +398,10 @@ def test_a_first_launch_beside_a_running_kernel(h200: Machine) -> None:
 def test_a_kernel_is_loaded_for_every_green_context(h200: Machine) -> None:
     """Beside a loaded context a kernel used in a third one begins at once: code is shared.
 
-    In `many_lanes` the first launches on contexts just made stand in the maximum.
+    In `many_contexts` the first launches on contexts just made stand in the maximum.
     """
-    row = PROBE["many_lanes"]
-    assert row["2 lanes, loaded"]["max"] < 2 * row["2 lanes, alone"]["p50"]
+    row = PROBE["many_contexts"]
+    assert row["2 contexts, loaded"]["max"] < 2 * row["2 contexts, alone"]["p50"]
     driver = h200.driver
     one, two, three = h200.greens(3)
     kernel = h200.kernel("shared", loaded=False)
@@ -472,7 +472,7 @@ def test_all_comes_back_with_the_primary(h200: Machine) -> None:
         green = h200.green()
         driver.destroy_stream(h200.stream(green))
         driver.destroy_green(green)
-    assert before - free_mib(h200) == seen["primary context kept by somebody else"]
+    assert before - free_mib(h200) == seen["primary context kept by another library"]
     driver.set_current(None)
     driver.release_primary(0)
     driver.set_current(driver.retain_primary(0))

@@ -1,4 +1,4 @@
-"""On a real GPU: who holds SMs runs on them, and nobody else does."""
+"""On a real GPU: a lease runs on its SMs, and no other lease does."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_random_leases_share_no_sm() -> None:
 
 @pytest.mark.fault("A3")
 def test_a_cancelled_kernel_keeps_its_sms() -> None:
-    """SMs under a kernel that was left running are granted to nobody until it has ended."""
+    """SMs under a kernel that was left running are not granted until it has ended."""
 
     async def main() -> None:
         async with Pool([0]) as pool:

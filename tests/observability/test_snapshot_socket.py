@@ -165,7 +165,7 @@ def test_a_snapshot_that_fails_is_told_and_logged(caplog: pytest.LogCaptureFixtu
     assert [record.levelno for record in caplog.records] == 2 * [logging.ERROR]
 
 
-# -- who may ask -------------------------------------------------------------------------------
+# -- permissions -------------------------------------------------------------------------------
 
 
 def test_only_the_user_can_connect(folder: Path) -> None:

@@ -171,7 +171,7 @@ pool = Pool()
 app = FastAPI(lifespan=asgi.lifespan(pool))
 
 @app.get("/")
-async def who():
+async def process():
     async with pool.partition(16):
         return {"process": os.getpid(), "parent": os.getppid(), "leases": pool.statistics().leases}
 """
