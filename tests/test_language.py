@@ -24,7 +24,9 @@ CHECKED = (
     "src",
     *(f"tests/{name}" for name in ("benchmarks", "capacity", "cli", "conformance", "device")),
     *(f"tests/{name}" for name in ("driver_cuda", "driver_simulated", "execution", "faults")),
-    *(f"tests/{name}" for name in ("gpu", "helpers", "integrations", "kernels", "observability")),
+    *(f"tests/{name}" for name in ("gpu", "helpers", "integrations", "kernels", "leasing")),
+    "tests/observability",
+    "tests/typing",
 )
 SUFFIXES = {".py", ".md", ".toml", ".pbtxt", ".pyi"}
 

@@ -1,4 +1,4 @@
-"""On a real GPU: a graph runs on the SMs of the partition that launches it, and tickets only grow."""
+"""On a real GPU: a graph runs on the SMs of its launching partition, and tickets only grow."""
 
 from __future__ import annotations
 

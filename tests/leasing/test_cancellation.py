@@ -53,7 +53,7 @@ class Stage:
         self.abandoned: tuple[Any, ...] = ()
 
     async def hold(self, sms: Any, *, forever: bool = False) -> None:
-        """Leases SMs, submits work that does not end, and leaves: the lane drains."""
+        """Lease SMs, submit work that does not end, and leave: the lease drains."""
         with pytest.raises(LookupError):
             async with self.pool.partition(sms) as p:
                 self.gates.append(await Gate.closed(p))
@@ -103,15 +103,15 @@ async def _pool(stage: Stage) -> None:
         pass
 
 
-@scenario("lease a warm lane", opened)
+@scenario("lease a prepared partition", opened)
 async def _warm(stage: Stage) -> None:
     async with stage.pool.partition(16):
         pass
 
 
-@scenario("lease a lane to be made", opened)
+@scenario("lease a partition to be made", opened)
 async def _cold(stage: Stage) -> None:
-    async with stage.pool.partition(24):  # see `few_lanes`
+    async with stage.pool.partition(24):  # see `few_executors`
         pass
 
 
@@ -246,7 +246,7 @@ async def _feed_over_checkpoint(stage: Stage) -> None:
             tasks.start_soon(_queued, stage)
             async for x in p.prefetch(
                 np.ones(10) for _ in range(5)
-            ):  # it moves once a lane is made
+            ):  # it moves once an executor is made
                 p.copy(x, x)
                 await p.checkpoint()
 
@@ -358,7 +358,7 @@ async def as_before(stage: Stage) -> None:
 
 
 @pytest.fixture(autouse=True)
-def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_executors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few executors are made beforehand."""
     one_cell_executors(monkeypatch)
 

@@ -66,7 +66,7 @@ async def ask(pool: Pool, sms: Any, served: list[int]) -> asyncio.Task[None]:
 
 
 def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None:
-    """Cells that come free for a request of a closed loop are granted to who stands behind it."""
+    """Cells that come free for a request of a closed loop are granted to the next request."""
     pool, served = Pool(driver="simulated:h200"), list[int]()
 
     async def wait_and_close(task: asyncio.Task[None]) -> None:
@@ -89,8 +89,8 @@ def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None
     gc.collect()  # what a closed loop leaves is collected, and says nothing
 
 
-def test_those_who_wait_are_looked_after_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks while others wait has nobody look at them all; his deadline is kept all the same."""
+def test_requests_that_wait_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new request starts no check of the whole queue; its deadline is kept all the same."""
     clock = simulated.VirtualClock(seed=1)
     driver, tend, tended = (
         simulated.open("h200", clock=clock),
@@ -152,8 +152,8 @@ def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
         p.launch(ONE, spin, 1)
 
 
-def test_who_waited_on_a_closed_loop_for_a_lease_to_end_stops_nobody(loops: Loops) -> None:
-    """Another loop takes a lease over whose end a task of a closed loop waited for, and ends it."""
+def test_a_task_of_a_closed_loop_that_waited_for_a_drain_blocks_no_other(loops: Loops) -> None:
+    """Another loop ends the lease whose end a task of the closed loop waited for."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
 
     async def leave() -> None:
@@ -186,7 +186,7 @@ def test_who_waited_on_a_closed_loop_for_a_lease_to_end_stops_nobody(loops: Loop
 
 
 def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
-    """A loop closes with a lease in hand while `aclose` waits for it: it waits no grace out."""
+    """A loop closes with an open lease while `aclose` waits for it: `aclose` returns at once."""
     pool = Pool(driver="simulated:h200")
     left = pool.partition(16)
 
@@ -202,8 +202,8 @@ def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
 
 
 @pytest.mark.parametrize("sms", [16, ALL], ids=repr)
-def test_requests_of_a_closed_loop_hold_nobody_up(loops: Loops, sms: Any) -> None:
-    """What a closed loop has in the queue keeps no SM from others, not even when it has aged."""
+def test_requests_of_a_closed_loop_block_no_others(loops: Loops, sms: Any) -> None:
+    """A queued request of a closed loop keeps no SM from others, not even when it has aged."""
     pool, gates, served = Pool(driver="simulated:h200", policy=Fifo(ageing=0)), [], list[int]()
     p = pool.partition(16)
 
@@ -280,7 +280,7 @@ def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
 
 
 def test_a_closing_whose_loop_closed_is_finished_by_another(loops: Loops) -> None:
-    """A loop closes in the middle of the grace it waits out: who asks next closes the pool."""
+    """A loop closes while it waits for the grace to pass: the next `aclose` closes the pool."""
     pool = Pool(driver="simulated:h200")
     p = pool.partition(16)
     tasks: list[asyncio.Task[object]] = []

@@ -27,7 +27,7 @@ ONE = LaunchConfig(grid=1, block=1)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
-    """Who was granted as the pool closes may finish within the grace; nothing is abandoned."""
+    """A lease granted as the pool closes may finish within the grace; nothing is abandoned."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)
 
@@ -57,8 +57,8 @@ def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_closed_while_a_lane_is_made(backend: Any, seed: int) -> None:
-    """Who waits for a lane when the pool closes is granted it or told, and nothing is abandoned."""
+def test_closed_while_an_executor_is_made(backend: Any, seed: int) -> None:
+    """A request that waits for an executor is granted or refused, and nothing is abandoned."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)
 
@@ -89,7 +89,7 @@ def test_closed_while_a_lane_is_made(backend: Any, seed: int) -> None:
 
 
 class Contended:
-    """A lock that tells when somebody had to wait for it."""
+    """A lock that tells when a thread had to wait for it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -129,8 +129,10 @@ class Slow(list[Any]):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("faults", [[Hang("spin")], []], ids=["hangs", "takes 5 s"])
-def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults: list[Any]) -> None:
-    """A lane's making may wait for ever behind a kernel; the closing does not, and leaves both."""
+def test_closed_while_an_executor_waits_for_a_kernel(
+    backend: Any, seed: int, faults: list[Any]
+) -> None:
+    """An executor may wait for ever behind a kernel; closing does not, and abandons both."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200x2", clock=clock, faults=faults)
 
@@ -143,10 +145,10 @@ def test_closed_while_a_lane_waits_for_a_kernel(backend: Any, seed: int, faults:
                 async with pool.partition(8, device=0) as p:
                     await p.launch(ONE, spin, 5_000_000_000)
 
-        async def ask() -> None:  # for a set of cells that no lane was made for
+        async def ask() -> None:  # for a set of cells that has no executor
             with suppress(greensched.PoolClosed):
                 async with pool.partitions(24, 40, 16, 24, device=0):
-                    pytest.fail("no lane had to be made")
+                    pytest.fail("no executor had to be made")
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hang)
@@ -258,7 +260,7 @@ def test_a_pool_whose_block_is_collected_is_closed() -> None:
 
 
 def test_a_pool_collected_while_it_opens_is_closed() -> None:
-    """The collector may end an opening, too: no pool stays open that nobody has."""
+    """A pool that is collected while it opens does not stay open."""
     driver = simulated.open("h200")
     pool = Pool(driver=driver)
 

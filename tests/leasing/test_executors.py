@@ -1,4 +1,4 @@
-"""What outlives a lane, a loop or 2**32 tickets is told the truth; nobody waits in a circle."""
+"""What outlives an executor, a loop or 2**32 tickets stays correct, and nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
 
 
 def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
-    """A job awaited once by a loop that then closed does not tie its lane to that loop."""
+    """A job awaited once by a loop that then closed does not tie its executor to that loop."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -139,13 +139,13 @@ def test_tickets_never_wrap(first: int) -> None:
 
 
 def test_a_refused_order_fails_one_job() -> None:
-    """Where the driver refuses to order a launch behind another lane, that job alone fails."""
+    """Where the driver refuses to order a launch behind another lease, that job alone fails."""
     driver = simulated.open("h200", faults=[])
 
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partitions(8, 8) as (p, q):
-            for lane in (p, q):
-                await lane.prepare(ONE, fill)
+            for partition in (p, q):
+                await partition.prepare(ONE, fill)
             with await p.upload(np.zeros(8, np.float32)) as x:
                 with await Gate.closed(q) as gate:
                     behind = q.launch(ONE, fill, x, 1.0, 8)
@@ -164,7 +164,7 @@ def test_a_refused_order_fails_one_job() -> None:
 
 @pytest.mark.fault("D16")
 def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started what needs one fails; the lane and its caller go on."""
+    """Where no thread can be started what needs one fails; the lease and its caller go on."""
     driver = simulated.open("h200")
 
     def refuse(*_: Any) -> None:
@@ -186,8 +186,8 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     anyio.run(main)
 
 
-def test_who_awaits_hears_though_no_thread_can_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started to sleep in the driver, the loop looks for itself."""
+def test_a_job_is_awaited_though_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started to wait in the driver, the loop polls."""
     driver = simulated.open("h200")
     start, asked = driver.start_thread, list[str]()
 
@@ -250,8 +250,8 @@ def test_a_name_that_is_none_keeps_no_ticket() -> None:
 
 
 @pytest.mark.fault("D11")
-def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
-    """What is kept with a lane and raises even SystemExit when it is closed holds up nobody."""
+def test_a_close_that_raises_systemexit_ends_the_executor_alone() -> None:
+    """An object kept by an executor may raise even SystemExit from `close`; the pool closes."""
 
     class Kept:
         def close(self) -> None:
@@ -269,7 +269,7 @@ def test_a_close_that_means_to_end_the_program_ends_the_lane_alone() -> None:
 def test_a_context_that_cannot_be_entered_fails_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a lane's context cannot be entered all calls that queue fail, and the lane goes on."""
+    """Where a context cannot be entered all queued calls fail, and the lease goes on."""
     driver = simulated.open("h200")
 
     def refuse(*_: Any) -> None:
@@ -357,8 +357,8 @@ def test_executors_beside_the_menu_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     assert not driver.live()
 
 
-def test_who_awaited_everything_finds_everything_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job is not done before the thread that submitted it has said so, however fast its word.
+def test_everything_awaited_has_been_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is not done before the thread that submitted it says so, however fast the GPU is.
 
     Or a launch after it would be submitted later: into a capture that was begun in between.
     """

@@ -193,20 +193,20 @@ async def noticed(driver: simulated.SimulatedDriver) -> float:
 
 
 @pytest.mark.fault("C10")
-def test_a_fault_is_noticed_though_nobody_waits(clock: Any) -> None:
-    """Work that was left finds its fault all the same: readiness turns red within a second."""
+def test_a_fault_is_noticed_though_no_task_waits(clock: Any) -> None:
+    """A fault of abandoned work is found all the same: the pool is not ready within a second."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
     assert clock.run(partial(noticed, driver)) < 1.0
 
 
 @pytest.mark.fault("C10")
 def test_a_fault_on_the_real_clock_is_noticed() -> None:
-    """With a loop of its own clock the sweep finds the fault, whoever waits or not."""
+    """On the real clock the periodic check finds the fault, though no task waits."""
     anyio.run(noticed, simulated.open("h200", faults=[Crash("spin")]))
 
 
-def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a loop goes to sleep for each job the driver is asked by time, not for each."""
+def test_sleeping_often_makes_no_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop sleeps for each job, the driver is asked at intervals, not for each job."""
     monkeypatch.setattr("greensched.execution.completion_poller.SAFETY_S", 60.0)
     driver = simulated.open("h200")
     driver.spin_budget = 0.0  # it sleeps at once
@@ -222,10 +222,10 @@ def test_who_sleeps_often_asks_no_oftener(monkeypatch: pytest.MonkeyPatch) -> No
     anyio.run(main)
 
 
-def test_a_thread_that_cannot_wait_tries_again_with_the_next_look(
+def test_a_thread_that_cannot_wait_tries_again_at_the_next_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It neither holds up who waits, nor goes round and round until the work is done."""
+    """It neither delays the tasks that wait, nor spins until the work is done."""
     driver, tries = simulated.open("h200"), list[object]()
     driver.spin_budget = 0.0  # it sleeps at once
 
@@ -303,8 +303,8 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
 
 
 @pytest.mark.parametrize("exposed", [False, True], ids=["own", "exposed"])
-def test_a_pool_closed_over_an_idle_lease_leaves_its_lane(clock: Any, exposed: bool) -> None:
-    """An open lease past the grace is reported, and its end makes no CUDA call and hangs not."""
+def test_a_pool_closed_over_an_idle_lease_abandons_its_executor(clock: Any, exposed: bool) -> None:
+    """An open lease past the grace is reported; its end makes no CUDA call and does not hang."""
     driver = simulated.open("h200", clock=clock)
 
     async def main() -> None:
@@ -345,7 +345,7 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
     clock.run(main)
 
 
-def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
+def test_waiting_for_abandoned_work_raises(clock: Any) -> None:
     """Awaiting a job, or the end of a block, that the pool left behind raises PoolClosed."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
@@ -371,7 +371,7 @@ def test_who_waits_for_abandoned_work_is_told(clock: Any) -> None:
     clock.run(main)
 
 
-def test_who_waits_for_a_call_that_never_returns_is_told() -> None:
+def test_waiting_for_a_call_that_never_returns_raises() -> None:
     """The end of a block whose blocking call hangs ends with its pool."""
     driver = simulated.open("h200")
     hung = threading.Event()
@@ -438,7 +438,7 @@ def test_without_write_value_events_stand_for_tickets(clock: Any) -> None:
 
 
 def test_without_write_value_on_the_real_clock() -> None:
-    """The same where time is nobody's: events are asked once a turn, then a thread sleeps."""
+    """On the real clock, too: events are polled once a turn, then a thread sleeps."""
     driver = simulated.open("h200", without=[Feature.WRITE_VALUE])
 
     async def main() -> None:
@@ -599,7 +599,7 @@ def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
 
 
 def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
-    """Closing reports it; the graph can be closed, and the lane under it stays as it is."""
+    """Closing reports it; the graph can be closed, and its executor is left alone."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("fill")])
 
     async def main() -> None:
@@ -813,7 +813,7 @@ def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
 
 
 def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
-    """SMs that a closed loop held are granted to one who does not wait."""
+    """SMs that a closed loop held are granted to a request that does not wait."""
     pool = Pool(driver="simulated:h200")
     kept: list[greensched.Partition] = []
 
@@ -829,8 +829,8 @@ def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
     anyio.run(main)
 
 
-def test_statistics_are_told_while_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane joins the others under the lock under which they are counted."""
+def test_statistics_are_counted_while_executors_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor joins the others under the lock under which they are counted."""
     pool = Pool(driver="simulated:h200")
     add, held = DevicePool.add, list[bool]()
 

@@ -103,8 +103,8 @@ def test_a_left_partition_stays_closed() -> None:
     asyncio.run(main())
 
 
-def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
-    """It was his for less than a turn; nothing of it is lost, and the next one has its SMs."""
+def test_a_task_cancelled_after_its_grant_leaves_the_sms_to_the_next() -> None:
+    """The lease lasted less than a turn; nothing is lost, and the next request has its SMs."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -126,8 +126,8 @@ def test_who_is_cancelled_before_he_has_it_leaves_it_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too late", "closed"])
-def test_who_waits_no_more_is_not_kept(how: str) -> None:
-    """His task is free at once, without a collection, though others go on waiting."""
+def test_a_task_that_stops_waiting_is_not_referenced(how: str) -> None:
+    """The task is freed at once, without a collection, though others go on waiting."""
 
     async def wait(pool: Pool) -> None:
         async with pool.partition(HALF, deadline=0.01 if how == "too late" else None):
@@ -156,7 +156,7 @@ def test_who_waits_no_more_is_not_kept(how: str) -> None:
             await turns()
             gc.disable()
             left = await ended(pool)
-            behind = Taker(pool)  # who asks sees to what was left by the collector
+            behind = Taker(pool)  # a new request removes what the collector left
             await turns()
             assert left() is None
             for each in (keeper, before, behind):
@@ -168,8 +168,8 @@ def test_who_waits_no_more_is_not_kept(how: str) -> None:
         gc.enable()
 
 
-def test_who_was_served_is_not_kept() -> None:
-    """Though somebody waits still, with a deadline before his, behind which his entry stays."""
+def test_a_task_that_was_served_is_not_referenced() -> None:
+    """Not even while requests with earlier deadlines wait, behind which its entry stays."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -194,8 +194,8 @@ def test_who_was_served_is_not_kept() -> None:
         gc.enable()
 
 
-def test_a_fault_before_he_has_it_is_his() -> None:
-    """Who was given a lease, and has not had his turn, hears of a fault as any other."""
+def test_a_fault_between_grant_and_turn_reaches_the_task() -> None:
+    """A task that was granted a lease, and has not run since, raises the fault as others do."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -213,8 +213,8 @@ def test_a_fault_before_he_has_it_is_his() -> None:
     asyncio.run(main())
 
 
-def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
-    """A task that was given a lease, and has had no turn yet: its loop stands still."""
+def stop_before_its_turn(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
+    """Return a task that was granted a lease, and has not run since: its loop is stopped."""
     first = pool.partition(MOST)
 
     async def begin() -> Taker:
@@ -237,11 +237,11 @@ def stop_before_he_has_it(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
     return taker
 
 
-def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
-    """Whoever asks next on another loop is granted its SMs."""
+def test_a_loop_that_closes_before_the_turn_returns_the_lease() -> None:
+    """The next request of another loop is granted its SMs."""
     pool, gone = on_h200(), asyncio.new_event_loop()
     gone.set_exception_handler(lambda *_: None)
-    taker = stop_before_he_has_it(gone, pool)
+    taker = stop_before_its_turn(gone, pool)
     gone.close()
 
     async def go_on() -> None:
@@ -256,9 +256,9 @@ def test_a_loop_that_closes_before_he_has_it_gives_it_back() -> None:
 
 
 def test_a_loop_that_moved_to_another_thread_works_there() -> None:
-    """Who was given a lease on one thread has it on the one that runs his loop by then."""
+    """A lease granted on one thread is used on the thread that runs its loop by then."""
     pool, loop, found = on_h200(), asyncio.new_event_loop(), list[float]()
-    taker = stop_before_he_has_it(loop, pool)
+    taker = stop_before_its_turn(loop, pool)
 
     async def work() -> None:
         await until(lambda: taker.has is not None)
@@ -275,18 +275,18 @@ def test_a_loop_that_moved_to_another_thread_works_there() -> None:
     loop.close()
 
 
-def test_a_pool_that_closes_before_he_has_it_leaves_nothing_behind() -> None:
-    """Nobody uses the lane: it ends with the pool, though his loop stands still; he is told."""
+def test_a_pool_that_closes_before_the_turn_leaves_nothing_behind() -> None:
+    """The unused lease ends with the pool, though its loop is stopped; the task raises."""
     pool, loop = on_h200(), asyncio.new_event_loop()
-    taker = stop_before_he_has_it(loop, pool)
+    taker = stop_before_its_turn(loop, pool)
     assert asyncio.run(pool.aclose(grace=0.0)).abandoned == ()
     with pytest.raises(PoolClosed):
         loop.run_until_complete(taker.task)
     loop.close()
 
 
-def test_who_was_given_a_lease_holds_it() -> None:
-    """Asking for what can never come beside it is refused."""
+def test_a_granted_task_counts_as_the_holder() -> None:
+    """A request that can never be granted beside the lease is refused."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -309,8 +309,8 @@ def test_who_was_given_a_lease_holds_it() -> None:
 
 
 @pytest.mark.parametrize("device", [None, 0])  # one is parked at the end, and one is not
-def test_of_who_left_nothing_is_kept(device: int | None) -> None:
-    """Not until the collector comes by, either: tasks, and what they return, go at once."""
+def test_nothing_is_kept_of_a_task_that_left(device: int | None) -> None:
+    """Tasks, and what they return, are freed at once, without a collection."""
 
     async def lease(pool: Pool) -> None:
         async with pool.partition(HALF, device=device):
@@ -335,7 +335,7 @@ def test_of_who_left_nothing_is_kept(device: int | None) -> None:
 
 @pytest.mark.parametrize("service", [None, "a"])
 def test_work_and_classes_are_decided_on(service: str | None) -> None:
-    """A lease whose work runs goes to nobody before that is done; classes share by their rules."""
+    """SMs whose work runs are not granted before it is done; classes share by their rules."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a")] if service else []) as pool:
@@ -355,8 +355,8 @@ def test_work_and_classes_are_decided_on(service: str | None) -> None:
     asyncio.run(main())
 
 
-def test_who_waits_on_another_loop_has_a_lease_of_his_own() -> None:
-    """A lease belongs to one loop: what one leaves is decided on where another's task is next."""
+def test_a_task_on_another_loop_has_a_lease_of_its_own() -> None:
+    """A lease belongs to one loop: a task of another loop is granted a new one."""
     pool, here, there = on_h200(), asyncio.new_event_loop(), asyncio.new_event_loop()
     first = pool.partition(HALF)
 

@@ -173,7 +173,7 @@ def test_the_holder_of_a_cached_lease_is_known() -> None:
             async with pool.partition(16):
                 with pytest.raises(WouldDeadlock):
                     await pool.partition(ALL).__aenter__()
-            async with pool.partition(ALL):  # nor is it held against who left
+            async with pool.partition(ALL):  # nor does it count once the block was left
                 pass
 
     asyncio.run(main())

@@ -79,7 +79,7 @@ ENDS = {
         loop = asyncio.new_event_loop()
         loop.run_until_complete(pool.open())
     """,
-    "a lease in hand": """
+    "an open lease": """
         async def main():
             await pool.open()
             return await pool.partition(16).__aenter__()
@@ -121,7 +121,7 @@ ENDS = {
         threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
         assert going.wait()
     """,
-    "a pool whose opening nobody waits for": """
+    "a pool whose opening is not awaited": """
         async def main():
             asyncio.ensure_future(pool.open())
             await asyncio.sleep(0)
@@ -208,7 +208,7 @@ def test_the_exit_waits_once_for_less_than_a_second(monkeypatch: pytest.MonkeyPa
         pool.sync.close()
 
 
-@pytest.mark.parametrize("left", ["an open pool", "a lease in hand", "a kernel in flight"])
+@pytest.mark.parametrize("left", ["an open pool", "an open lease", "a kernel in flight"])
 def test_what_was_forgotten_is_only_warned_of(left: str) -> None:
     """Asked for resource warnings, the end of a process gives those and nothing else."""
     done = run(ENDS[left], "-W", "always::ResourceWarning")
@@ -239,7 +239,7 @@ def test_a_failure_at_the_end_is_shown() -> None:
 
 @pytest.mark.fault("D5")
 def test_a_loop_may_close_with_a_pool_open() -> None:
-    """A loop that closes with the pool open, a lease in hand and work in flight says nothing."""
+    """A loop that closes with the pool open, an open lease and work in flight says nothing."""
     said = quiet(
         """
         import logging

@@ -21,7 +21,7 @@ ONE = LaunchConfig(grid=1, block=1)
 
 
 class Race:
-    """A pool whose every SM is held, so that who asks is queued; and what became of who did."""
+    """A pool whose every SM is held, so that requests queue; and what became of each request."""
 
     def __init__(self, driver: simulated.SimulatedDriver) -> None:
         self.driver = driver
@@ -34,16 +34,16 @@ class Race:
         await self._held.__aenter__()
 
     def grant(self) -> None:
-        """Gives everything back: whoever is first in the queue has it before this returns."""
+        """Return everything: the first request of the queue is granted before this returns."""
         self._held._granted_lease().end()
 
     async def all_free(self) -> None:
-        """The same, and nobody waits: every SM comes free."""
+        """Return everything while no request waits: every SM comes free."""
         self.grant()
         await until(lambda: self.free() == (132, 0, 0, 0))
 
     async def ask(self, name: str, sms: Any = ALL, **options: Any) -> None:
-        """Asks for SMs, and says what came of it."""
+        """Lease SMs, and record the outcome."""
         try:
             async with self.pool.partition(sms, **options):
                 self.told.append(f"{name} granted")
@@ -56,7 +56,7 @@ class Race:
     async def queue(
         self, tasks: anyio.abc.TaskGroup, name: str, sms: Any = ALL
     ) -> anyio.CancelScope:
-        """Somebody asks, and is in the queue; returns what cancels him."""
+        """Start a task whose request is queued; return the scope that cancels it."""
         scope, waiting = anyio.CancelScope(), self.pool.statistics().waiting
 
         async def asking() -> None:
@@ -68,17 +68,17 @@ class Race:
         return scope
 
     def free(self) -> tuple[int, int, int, int]:
-        """SMs that are free, leased and draining, and who waits."""
+        """Return the SMs that are free, leased and draining, and the requests that wait."""
         s = self.pool.statistics()
         return s.sms_free, s.sms_leased, s.sms_draining, s.waiting
 
     def occupy_builder(self) -> None:
-        """The next lane is made a hundredth of a second later."""
+        """Delay the next executor by a hundredth of a second."""
         manager = self.pool._manager
         manager.builder.thread.submit(lambda: self.driver.clock.sleep(10**7))
 
     async def all_is_back(self) -> None:
-        """Nothing is leaked: every SM can be granted once more, and the pool ends quietly."""
+        """Check that every SM can be granted once more, and that the pool closes."""
         assert self.free() == (132, 0, 0, 0)
         async with self.pool.partition(ALL) as p:
             assert p.sm_count == 132
@@ -90,9 +90,9 @@ Script = Callable[[Race], Awaitable[None]]
 
 @pytest.fixture(params=[(b, s) for b in ("asyncio", "trio") for s in range(2)], ids=str)
 def race(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a script on each kind of loop, threads going in several orders.
+    """Run a script on each kind of loop, with several orders of threads.
 
-    A lane of 24 SMs is not made beforehand.
+    An executor of 24 SMs is not made beforehand.
     """
     one_cell_executors(monkeypatch)
     backend, seed = request.param
@@ -264,8 +264,8 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
     assert race(script).told in (["first cancelled"], ["first DeadlineExceeded"])
 
 
-def test_left_while_its_lane_is_made(race: Any) -> None:
-    """Cancelled while its lane is made, a request held nothing; the next one uses the executor."""
+def test_cancelled_while_its_executor_is_made(race: Any) -> None:
+    """A request that is cancelled meanwhile held nothing; the next one uses the executor."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -292,7 +292,7 @@ def test_left_while_its_lane_is_made(race: Any) -> None:
 
 
 def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
-    """A refusal of `partition_nowait` is no request: no lane is made for it, then or later."""
+    """Where `partition_nowait` is refused, no executor is made for it, then or later."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -308,10 +308,10 @@ def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
     assert race(script).told == ["one granted"] * 3
 
 
-def test_whatever_keeps_a_lane_from_being_made_is_told(
+def test_an_error_in_making_an_executor_is_raised(
     race: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits for a lane hears why it cannot be, whatever it is, and the next one may have it."""
+    """The request that waits for the executor raises any error; the next one may succeed."""
 
     def refuse(*_: object) -> None:
         raise MemoryError("no room for it")
@@ -328,8 +328,8 @@ def test_whatever_keeps_a_lane_from_being_made_is_told(
     assert race(script).told == ["second granted"]
 
 
-def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
-    """While a lane is made its cells are others' to have, and what comes free first is granted."""
+def test_cells_whose_executor_is_made_can_be_granted(race: Any) -> None:
+    """Meanwhile other requests can have the cells, and what comes free first is granted."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -346,8 +346,8 @@ def test_nobody_waits_for_cells_whose_lane_is_made(race: Any) -> None:
     assert race(script).told == ["first granted"]
 
 
-def test_several_leave_while_one_lane_is_made(race: Any) -> None:
-    """Who is granted cells whose lane is being made for one who left uses that one executor."""
+def test_several_leave_while_one_executor_is_made(race: Any) -> None:
+    """A grant of cells whose executor is being made for a cancelled request uses that one."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -365,7 +365,7 @@ def test_several_leave_while_one_lane_is_made(race: Any) -> None:
 
 
 def test_the_queue_is_closed_as_it_is_cancelled(race: Any) -> None:
-    """Closing tells who is queued; one who is cancelled in that turn leaves nothing either."""
+    """Queued requests raise; one that is cancelled in that turn leaves nothing either."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -466,7 +466,7 @@ def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
 
 
 def test_nowait_in_the_turn_of_a_grant(race: Any) -> None:
-    """partition_nowait never takes what was granted to one who has yet to hear of it."""
+    """partition_nowait never takes what was granted to a task that has not run since."""
 
     async def script(race: Race) -> None:
         pool = race.pool
