@@ -1,1 +1,1 @@
-"""The head: plain synchronous tests, and a state machine against a naive model."""
+"""The scheduler: plain synchronous tests, and state machines against naive models."""

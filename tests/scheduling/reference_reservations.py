@@ -1,4 +1,4 @@
-"""Floors and loans once more, counted from the leases alone."""
+"""Reserves and loans once more, counted from the leases alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reference_cells import is_enough, sms, subsets
 
 @dataclass
 class ReferenceReservations:
-    """Who holds what, and what that leaves for everybody."""
+    """The leases, and what they leave for each class."""
 
     scheduler: Scheduler
     devices: list[DeviceCells]
@@ -39,7 +39,7 @@ class ReferenceReservations:
         return self.devices[device].full_mask & ~taken
 
     def unmet(self, state: ClassState) -> int:
-        """Cells of its floor it does not have; what it borrowed is not of its floor."""
+        """Count the cells of its reserve that it does not have; borrowed cells do not count."""
         mine = [x for x in self.leases if x.class_state is state and x.device == state.home]
         own = sum(self.equal(x.device, x.mask) - sum(x.loans.values()) for x in mine)
         return max(0, state.reserve_cells - own)
@@ -55,12 +55,12 @@ class ReferenceReservations:
 
     # -- what must hold ------------------------------------------------------------------------
 
-    def check_floors(self) -> None:
+    def check_reserves(self) -> None:
         for device in range(len(self.devices)):
             owners = self.owners(device)
             assert all(self.kept(state) >= 0 for state in owners), "lent more than is idle"
             kept = sum(self.kept(state) for state in owners)
-            assert self.equal(device, self.free(device)) >= kept, "a floor was given away"
+            assert self.equal(device, self.free(device)) >= kept, "a reserve was given away"
         for state in self.classes():
             assert state.lent == self.lent(state)
             assert state.reserved_free == max(0, self.kept(state))
@@ -113,7 +113,7 @@ class ReferenceReservations:
         )
 
     def is_due(self, lease: Grant, now: float) -> bool:
-        """Whether a borrower who keeps his word comes to a checkpoint now."""
+        """Whether a borrower that keeps its declared interval comes to a checkpoint now."""
         return now - self.taken_at[lease] >= self.segment(lease)
 
     def segment(self, lease: Grant) -> float:
@@ -130,7 +130,7 @@ class ReferenceReservations:
         return bool(lease.loans) and (waiting or not lease.request.is_elastic)
 
     def is_entitled(self, request: Request) -> bool:
-        """Whether a request asks for no more than what its class has not of its floor."""
+        """Whether a request asks for no more than the unused part of its class's reserve."""
         state = request.class_state
         cells = self.devices[state.home]
         part = request.parts[0]
@@ -140,7 +140,7 @@ class ReferenceReservations:
         is_capped = state.sms + needed * cells.size > state.cap
         is_sized = isinstance(self.scheduler.queue.policy.policy, Sized) and request.is_elastic
         if is_sized and self.unmet(state) < state.reserve_cells:
-            return False  # what is left of its floor may be less than is enough
+            return False  # what is left of its reserve may be less than is enough
         return needed <= self.unmet(state) and not is_capped
 
     def wanted(self, request: Request, device: int) -> SizeRange:
@@ -160,11 +160,11 @@ class ReferenceReservations:
         if self.is_entitled(request) and state.home == device:
             assert -(-wants.least // cells.size) <= max(
                 -(-part.least // cells.size), self.unmet(state)
-            ), "more than his floor is kept waiting for"
+            ), "waits for more than its reserve"
         return wants
 
     def could_be_granted(self, request: Request, device: int) -> bool:
-        """Whether free cells that are kept for nobody are enough: no loan, and within the cap."""
+        """Whether unreserved free cells are enough: no loan, and within the cap."""
         cells, state = self.devices[device], request.class_state
         if len(request.parts) > 1:
             return False

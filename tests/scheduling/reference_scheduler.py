@@ -1,7 +1,7 @@
 """The scheduler's rules once more, with lists and brute force, to check the real one against.
 
-It does not choose cells: it says who must be granted next and where he may be, checks what the
-real one granted, and takes that over.
+It does not choose cells: it says which request must be granted next and on which devices, checks
+what the real one granted, and takes that over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, s
 
 @dataclass
 class ReferenceScheduler:
-    """Who waits, who holds what, and for whom a device is kept."""
+    """The requests that wait, the leases, and the request for which a device is kept."""
 
     devices: list[DeviceCells]
     ageing: float
@@ -44,11 +44,11 @@ class ReferenceScheduler:
         return max((sms(cells, mask) for mask in masks), default=0)
 
     def in_order(self) -> list[Request]:
-        """Larger priority first, then who came first."""
+        """Return requests by priority, then by arrival."""
         return sorted(self.waiting, key=lambda request: (-request.priority, request.order))
 
     def where_fits(self, request: Request) -> list[int]:
-        """The devices on which it fits now and that are not kept for somebody else."""
+        """The devices on which it fits now and that are not kept for another request."""
         return [
             device
             for device in request.devices
@@ -62,7 +62,7 @@ class ReferenceScheduler:
         ]
 
     def where_fits_ever(self, request: Request, *, beside_own: bool) -> list[int]:
-        """The devices on which it fits when everybody else has left."""
+        """The devices on which it fits when all other leases have ended."""
         able = []
         for device in request.devices:
             cells, own = self.devices[device], 0
@@ -115,7 +115,7 @@ class ReferenceScheduler:
             self.kept = None
 
     def dispatch(self, now: float, granted: list[Request]) -> None:
-        """Everybody who can be granted was, in this order: who has a device, then by rank."""
+        """Check the grants and their order: the request with a kept device, then by rank."""
         for request in granted:
             assert request is self.next_one(now), "granted out of order"
             self.take_over(request)
@@ -128,11 +128,11 @@ class ReferenceScheduler:
         for candidate in self.in_order():
             if self.where_fits(candidate):
                 return candidate
-            self.keep_a_device(now)  # for the first who is blocked: those behind see it
+            self.keep_a_device(now)  # for the first that is blocked: those behind see it
         return None
 
     def leave(self, request: Request) -> bool:
-        """Somebody stops waiting; true if a device was kept for him."""
+        """Remove a request that stops waiting; true if a device was kept for it."""
         self.waiting.remove(request)
         kept = self.kept is not None and self.kept[0] is request
         if kept:

@@ -124,7 +124,7 @@ def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int)
 
 
 def test_a_short_menu_has_what_moves_a_border() -> None:
-    """Cut by twos, an H100 has the lanes of two that share it, wherever the border is between."""
+    """Cut by twos, an H100 has partitions for two that share it, wherever their border is."""
     fine = DeviceCells(size=2, count=66)
     menu = fine.menu(MAX_PREBUILT)
     assert len(menu) == MAX_PREBUILT
@@ -133,7 +133,7 @@ def test_a_short_menu_has_what_moves_a_border() -> None:
 
 
 def test_menu_of_an_h100_fits_the_bound() -> None:
-    """The menu of a real device has every number of cells, and needs no more than 96 lanes."""
+    """The menu of a real device has every number of cells, and needs no more than 96 executors."""
     menu = H100.menu(1000)
     assert len(menu) <= 96
     assert {mask.bit_count() for mask in menu} >= set(range(1, H100.count + 1))

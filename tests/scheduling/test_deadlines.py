@@ -87,7 +87,7 @@ def test_what_takes_longer_than_its_deadline_is_refused() -> None:
     assert ask(scheduler, 5.0, 8, duration=0.1, deadline=5.2).state is GrantState.GRANTED
 
 
-def test_who_would_wait_too_long_is_refused() -> None:
+def test_a_request_that_would_wait_too_long_is_refused() -> None:
     """What runs and what waits before it is counted."""
     scheduler = make()
     ask(scheduler, 0.0, ALL, duration=0.1)
@@ -271,7 +271,7 @@ def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> No
 
 @pytest.mark.parametrize("slack", range(1, 30))
 def test_admission_is_monotone_in_slack(slack: int) -> None:
-    """Who is admitted would be admitted with any later deadline, too."""
+    """A request that is admitted would be admitted with any later deadline, too."""
     outcomes = []
     for deadline in (slack * 0.02, slack * 0.02 + 0.02):
         scheduler = make(policy=Deadline())
@@ -286,8 +286,8 @@ def test_admission_is_monotone_in_slack(slack: int) -> None:
     assert outcomes[0] <= outcomes[1]
 
 
-def test_who_was_admitted_is_not_made_late() -> None:
-    """By earliest deadline, somebody more urgent is refused if others would miss theirs."""
+def test_an_admitted_request_is_not_made_late() -> None:
+    """By earliest deadline, a more urgent request is refused if others would miss theirs."""
     scheduler = make(policy=Deadline())
     ask(scheduler, 0.0, ALL, duration=0.1)
     ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.22)
@@ -341,7 +341,7 @@ def test_work_that_is_due_later_delays_no_other_after_a_quiet_time() -> None:
     assert ask(scheduler, now, ALL, "quick", duration=0.08).state is GrantState.QUEUED
 
 
-def test_who_is_late_can_be_let_in_behind_others() -> None:
+def test_a_late_request_can_be_queued_behind_others() -> None:
     """A class that says so has its late requests queued, after those that can be in time."""
     scheduler = make(ServiceClass("a", latency=0.1, on_late="best_effort"), policy=Deadline())
     held = ask(scheduler, 0.0, ALL, "a")
@@ -353,7 +353,7 @@ def test_who_is_late_can_be_let_in_behind_others() -> None:
 
 
 def test_the_earliest_deadline_goes_first() -> None:
-    """By deadline or latency, whoever is due first; who is not due comes last."""
+    """By deadline or latency, the earliest comes first; requests without one come last."""
     scheduler = make(ServiceClass("a", latency=1.0), policy=Deadline(ageing=10.0))
     held = ask(scheduler, 0.0, ALL)
     never, far = ask(scheduler, 0.0, ALL), ask(scheduler, 0.0, ALL, deadline=5.0)

@@ -112,7 +112,7 @@ def test_what_asks_again_has_no_deadline_of_before() -> None:
 
 
 class Newest:
-    """Who came last is next; the first that does not fit is kept a device for, at once."""
+    """Rank the newest first; a device is kept at once for the first that does not fit."""
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
         return (-request.order,)
@@ -121,8 +121,8 @@ class Newest:
         return False
 
 
-def test_who_is_granted_behind_a_newcomer_is_forgotten() -> None:
-    """Whom a device was kept for is granted where another is the first of his line by now."""
+def test_a_request_granted_behind_a_newer_one_is_forgotten() -> None:
+    """The request with a kept device is granted although it is no longer first in its line."""
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Newest(), 1000)
     (held,) = scheduler.request(0.0, parse_sizes((8,))).grants
     scheduler.request(0.0, parse_sizes((8,)))
@@ -134,8 +134,8 @@ def test_who_is_granted_behind_a_newcomer_is_forgotten() -> None:
     assert sum(map(len, scheduler.queue.lines.values())) <= 2 * scheduler.waiting + STALE_LEAST
 
 
-def test_requests_by_deadline_leave_the_agenda() -> None:
-    """Whoever is granted, cancelled or expired is no work to be done any more."""
+def test_requests_by_deadline_leave_the_ledger() -> None:
+    """A granted, cancelled or expired request no longer counts as work to be done."""
     services = [ServiceClass("a", latency=1.0, on_late="best_effort")]
     scheduler = Scheduler([DeviceCells(size=8, count=4)], Deadline(), 1000, services=services)
     whole = scheduler.request(0.0, parse_sizes((ALL,)))

@@ -26,8 +26,8 @@ def ask(scheduler: Scheduler, sms: Size, service: str = "", **options: object) -
 
 
 @pytest.mark.fault("B11")
-def test_a_new_floor_fills_as_leases_end() -> None:
-    """Leases from before end in their own time, and what comes free is kept until it suffices."""
+def test_a_new_reserve_fills_as_leases_end() -> None:
+    """Older leases end when they end, and what comes free is kept until it suffices."""
     scheduler = make(BATCH)
     leases = [ask(scheduler, 16, "batch").grants[0] for _ in range(4)]
     waiting = ask(scheduler, 16, "batch")
@@ -39,8 +39,8 @@ def test_a_new_floor_fills_as_leases_end() -> None:
     assert scheduler.drained(2.0, leases[2]) == [waiting]
 
 
-def test_a_floor_that_goes_is_everybodys() -> None:
-    """Without its floor, what was kept for a class goes to who waits, at once."""
+def test_a_removed_reserve_is_free_for_all_classes() -> None:
+    """SMs that were kept for the class are granted to waiting requests at once."""
     scheduler = make(OWNER, ServiceClass("plain"))
     ask(scheduler, 32, "plain")
     waiting = ask(scheduler, 32, "plain")
@@ -74,7 +74,7 @@ def test_a_request_queued_again_that_can_never_be_granted_is_rejected() -> None:
     assert (request.state, scheduler.waiting) == (GrantState.GONE, 0)
 
 
-def test_nobody_is_dropped_with_his_class() -> None:
+def test_no_request_is_dropped_with_its_class() -> None:
     """Requests and leases of a class that is not there any more go on; new ones are refused."""
     scheduler = make(OWNER, BATCH)
     held = ask(scheduler, ALL, "batch", duration=0.001)
@@ -90,7 +90,7 @@ def test_nobody_is_dropped_with_his_class() -> None:
 
 
 def test_loans_are_still_loans() -> None:
-    """What was lent of a floor that stays comes back at the borrower's next checkpoint."""
+    """What was lent of a reserve that stays comes back at the borrower's next checkpoint."""
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, (8, 64), "batch").grants
     scheduler.reconfigure(0.0, [OWNER, BATCH, ServiceClass("third")], None)
@@ -99,8 +99,8 @@ def test_loans_are_still_loans() -> None:
     assert scheduler.checkpoint(1.0, lease) == [owner]
 
 
-def test_a_new_policy_orders_who_waits() -> None:
-    """Who waited already is served by the new policy's rank; what is due counts from then on."""
+def test_a_new_policy_orders_the_queue() -> None:
+    """Requests that waited already are served by the new policy's rank."""
     scheduler = make(ServiceClass("a"), ServiceClass("b"))
     held = ask(scheduler, ALL)
     late = ask(scheduler, ALL, "a", deadline=9.0)
@@ -112,7 +112,7 @@ def test_a_new_policy_orders_who_waits() -> None:
 
 
 def test_what_is_due_counts_once() -> None:
-    """Work that waits is due once, however often the classes change: who comes then has room."""
+    """Work that waits is counted once, however often the classes change."""
     scheduler = Scheduler([DEVICE], Deadline(), 1000, services=[ServiceClass("a")])
     held = ask(scheduler, ALL)
     waiting = ask(scheduler, ALL, "a", deadline=1.0, duration=0.3)
@@ -123,8 +123,8 @@ def test_what_is_due_counts_once() -> None:
 
 
 @pytest.mark.parametrize("rules", [{"reserve": 8}, {"cap": 16}])
-def test_who_can_never_be_granted_any_more_is_told(rules: dict[str, int]) -> None:
-    """What a request asks for beyond the new floors or its class's new cap, nobody waits for."""
+def test_a_request_that_can_no_longer_be_granted_is_rejected(rules: dict[str, int]) -> None:
+    """A request for more than the new reserves or its class's new cap leave does not wait."""
     scheduler = make(ServiceClass("a"))
     held = ask(scheduler, 8)
     waiting = ask(scheduler, ALL, "a" if "cap" in rules else "")
@@ -158,7 +158,7 @@ def test_a_request_between_sizes_that_its_class_cannot_have_is_rejected() -> Non
 
 
 def test_what_cannot_be_changes_nothing() -> None:
-    """Floors that do not fit are refused, and everything is as it was."""
+    """Reserves that do not fit are refused, and everything is as it was."""
     scheduler = make(OWNER)
     ask(scheduler, 32)
     waiting = ask(scheduler, 8)

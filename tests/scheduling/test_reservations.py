@@ -1,4 +1,4 @@
-"""Floors, caps and loans, one by one."""
+"""Reserves, caps and loans, one by one."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: ob
     return scheduler.request(now, parse_sizes((sms,)), service=service, **options)  # type: ignore[arg-type]
 
 
-def test_a_floor_is_kept_for_its_owner() -> None:
-    """Others get what is not reserved, and the owner finds his floor free whoever waits."""
+def test_a_reserve_is_kept_for_its_owner() -> None:
+    """Other classes get what is not reserved, and the owner's reserve stays free."""
     scheduler = make(OWNER, PLAIN)
     assert ask(scheduler, 0.0, 32, "plain").state is GrantState.GRANTED
     waiting = ask(scheduler, 0.0, 8, "plain")
     assert waiting.state is GrantState.QUEUED
     assert ask(scheduler, 1.0, 32, "owner").state is GrantState.GRANTED
     assert ask(scheduler, 1.0, 8, "owner").state is GrantState.QUEUED, (
-        "beyond his floor he waits too"
+        "beyond its reserve it waits, too"
     )
 
 
-def test_who_names_no_class_is_kept_out_of_floors() -> None:
-    """A request without a class is one of a class with no floor and no right to borrow."""
+def test_a_request_without_a_class_gets_no_reserved_sms() -> None:
+    """It belongs to a class that has no reserve and may not borrow."""
     scheduler = make(OWNER)
     ask(scheduler, 0.0, 32, "")
     assert ask(scheduler, 0.0, 8, "").state is GrantState.QUEUED
@@ -51,8 +51,8 @@ def test_who_names_no_class_is_kept_out_of_floors() -> None:
     assert (caught.value.asked, caught.value.most) == (64, 32)
 
 
-def test_free_cells_of_a_floor_do_not_end_a_wait() -> None:
-    """What is kept for an owner lets no other begin, so what ends before it can is let past."""
+def test_free_cells_of_a_reserve_do_not_end_a_wait() -> None:
+    """A request that waits beside a reserve is overtaken by leases that end before it can begin."""
     scheduler = make(ServiceClass("owner", reserve=32, max_wait_for_reserve=0), PLAIN)
     ask(scheduler, 0.0, 8, "plain", duration=4.0)
     whole = ask(scheduler, 0.0, 32, "plain")
@@ -61,7 +61,7 @@ def test_free_cells_of_a_floor_do_not_end_a_wait() -> None:
     assert ask(scheduler, 1.0, 8, "plain", duration=2.0).state is GrantState.GRANTED
 
 
-def test_a_floor_is_one_block() -> None:
+def test_a_reserve_is_one_block() -> None:
     """What is kept stays in one piece, so that the owner gets a contiguous partition."""
     scheduler = make(OWNER, PLAIN)
     others = [ask(scheduler, 0.0, 8, "plain") for _ in range(4)]
@@ -85,8 +85,8 @@ def test_a_cap_bounds_what_a_class_holds() -> None:
         ask(scheduler, 0.0, 17, "small")
 
 
-def test_only_who_can_be_back_in_time_borrows() -> None:
-    """A loan takes a preemptible class, a known end, and an owner with a budget as long as that."""
+def test_only_a_lease_known_to_end_in_time_borrows() -> None:
+    """A loan needs a preemptible class, a known end, and an owner that may wait until then."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     assert ask(scheduler, 0.0, 8, "plain", duration=0.001).state is GrantState.QUEUED, (
@@ -122,8 +122,8 @@ def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
 
 
 @pytest.mark.parametrize("ageing", [0.020, math.inf])
-def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
-    """Who could have it on loan alone, and took too long, is told so, and holds up nobody."""
+def test_no_device_is_kept_for_a_request_that_is_lent_nothing(ageing: float) -> None:
+    """A class that needs a loan, and took too long before, is refused and blocks no other."""
     scheduler = Scheduler([DEVICE], Fifo(ageing=ageing), 9, services=[OWNER, BATCH, PLAIN])
     held = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
@@ -137,7 +137,7 @@ def test_no_device_is_kept_for_who_is_lent_nothing(ageing: float) -> None:
 
 @pytest.mark.parametrize("sms", [40, 64])
 def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
-    """Owners who wait for more than their floors lend, once nobody has anything of the device."""
+    """Owners that wait for more than their reserves lend, once the whole device is free."""
     rules = {
         "reserve": 32,
         "max_wait_for_reserve": 0.010,
@@ -153,7 +153,7 @@ def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
     assert scheduler.drained(0.010, waiting[0].grants[0]) == [waiting[1]]
 
 
-def test_who_came_to_his_quota_holds_up_nobody() -> None:
+def test_a_class_beyond_its_quota_blocks_no_other() -> None:
     """A device that is kept for a request goes to others once its class is beyond its quota."""
     scheduler = make(ServiceClass("a", quota=8), PLAIN)
     held = [ask(scheduler, 0.0, 8, "a"), ask(scheduler, 0.0, 32, "plain")]
@@ -165,15 +165,15 @@ def test_who_came_to_his_quota_holds_up_nobody() -> None:
 
 
 @pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
-def test_who_has_no_budget_lends_nothing(owner: ServiceClass) -> None:
-    """A floor whose owner may not be made to wait stays idle, also for those who end soon."""
+def test_an_owner_that_may_not_wait_lends_nothing(owner: ServiceClass) -> None:
+    """Its reserve stays idle, also where a lease would end soon."""
     scheduler = make(owner, BATCH)
     with pytest.raises(TooManySMs):
         ask(scheduler, 0.0, ALL, "batch", duration=1e-6)
 
 
 def test_the_budget_is_half_of_the_latency() -> None:
-    """A latency target without a budget lends to who is back within half of it."""
+    """An owner with a latency target alone waits for loans up to half of it."""
     assert ServiceClass("a", latency=0.050).reserve_wait == 0.025
     assert ServiceClass("a", latency=0.050, max_wait_for_reserve=0.0).reserve_wait == 0
     assert ServiceClass("a").reserve_wait == 0
@@ -190,7 +190,7 @@ def test_an_elastic_lease_borrows_above_its_least() -> None:
 
 
 def test_a_loan_comes_back_at_the_checkpoint() -> None:
-    """An owner who asks waits for the borrower's checkpoint alone, and has all of his floor."""
+    """An owner waits for the borrower's checkpoint alone, and has all of its reserve then."""
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch").grants
     owner = ask(scheduler, 1.0, 32, "owner")
@@ -202,7 +202,7 @@ def test_a_loan_comes_back_at_the_checkpoint() -> None:
 
 
 def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
-    """What the owner cannot use yet is kept for him all the same."""
+    """What the owner cannot use yet is kept for it all the same."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 8, "plain")
     first, second = (ask(scheduler, 0.0, 16, "batch").grants[0] for _ in range(2))
@@ -216,8 +216,8 @@ def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
     assert not first.over
 
 
-def test_an_owner_who_leaves_lends_again() -> None:
-    """When the last of a class with a floor stops waiting, who may borrow is granted."""
+def test_an_owner_that_stops_waiting_lends_again() -> None:
+    """When the owner's last request stops waiting, requests that may borrow are granted."""
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, 0.0, (8, 40), "batch").grants
     owner = ask(scheduler, 0.0, 32, "owner")
@@ -227,8 +227,8 @@ def test_an_owner_who_leaves_lends_again() -> None:
     assert lease.sms == 40
 
 
-def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
-    """What was lent of it is the borrower's own from then on, and counts against no floor."""
+def test_an_owner_with_its_whole_reserve_takes_no_loan_back() -> None:
+    """What was lent is the borrower's own from then on, and counts against no reserve."""
     scheduler = make(OWNER, BATCH, PLAIN)
     (plain,) = ask(scheduler, 0.0, 32, "plain").grants
     (borrowed,) = ask(scheduler, 0.0, 32, "batch").grants
@@ -238,11 +238,11 @@ def test_an_owner_who_finds_his_floor_elsewhere_wants_no_loan_back() -> None:
     assert scheduler.services(0.0)["owner"].sms_lent == 0
     assert dict(borrowed.loans) == {}
     scheduler.drained(0.0, own)
-    assert ask(scheduler, 0.0, 32, "plain").state is GrantState.QUEUED, "it is his floor again"
+    assert ask(scheduler, 0.0, 32, "plain").state is GrantState.QUEUED, "it is reserved again"
 
 
-def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
-    """A class seen to go on for longer than its owner's budget gets nothing on loan for a time."""
+def test_a_class_that_ran_longer_than_declared_borrows_no_more() -> None:
+    """A class whose lease outlasted the owner's budget gets nothing on loan for a time."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     (late,) = ask(scheduler, 0.0, 8, "batch").grants
@@ -250,8 +250,8 @@ def test_who_takes_longer_than_he_said_borrows_no_more() -> None:
     assert ask(scheduler, 0.5, 8, "batch").state is GrantState.QUEUED
 
 
-def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
-    """A device kept for an aged request is not closed to who has a floor there."""
+def test_an_owner_has_its_reserve_on_a_device_that_is_kept() -> None:
+    """A device kept for an aged request is still granted to a class with a reserve there."""
     scheduler = make(ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH, PLAIN)
     ask(scheduler, 0.0, 40, "plain")
     large = ask(scheduler, 0.0, 48, "plain")
@@ -260,8 +260,8 @@ def test_an_owner_has_his_floor_on_a_device_that_is_kept() -> None:
     assert large.state is GrantState.QUEUED
 
 
-def test_floors_lie_on_the_devices_with_room() -> None:
-    """Each floor is on one device, the largest placed first; too many are refused by name."""
+def test_reserves_lie_on_the_devices_with_free_cells() -> None:
+    """Each reserve is on one device, the largest placed first; too many are refused by name."""
     scheduler = make(
         ServiceClass("a", reserve=40), ServiceClass("b", reserve=40), devices=(DEVICE, DEVICE)
     )
@@ -272,7 +272,7 @@ def test_floors_lie_on_the_devices_with_room() -> None:
 
 
 def test_what_an_elastic_lease_gives_back_is_made() -> None:
-    """Where there is no partition of its least, that is lacking, and not everybody's waiting."""
+    """An executor that its smallest size lacks is made, and other requests go on waiting."""
     made = {DEVICE.full_mask}
     scheduler = Scheduler(
         (DEVICE,),
@@ -283,8 +283,8 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
     )
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch", duration=0.001).grants
     assert lease.mask == DEVICE.full_mask
-    floor = (0, 0b11110000), (0, 0b00001111)
-    assert tuple(scheduler.missing_executors) == floor, "and it is before anybody asks"
+    missing = (0, 0b11110000), (0, 0b00001111)
+    assert tuple(scheduler.missing_executors) == missing, "before any owner asks"
     scheduler.missing_executors.clear()
     waiting = ask(scheduler, 0.0, 48, "owner")
     assert scheduler.checkpoint(0.001, lease) == []
@@ -299,7 +299,7 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
     assert lease.sms == 8
 
 
-def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
+def test_an_elastic_lease_of_an_owner_has_its_reserve_back() -> None:
     """Granted no more than its least, it does not wait, and borrowers give back all the same."""
     scheduler = make(OWNER, BATCH)
     (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").grants
@@ -311,7 +311,7 @@ def test_an_elastic_lease_of_an_owner_has_its_floor_back() -> None:
     assert (borrower.sms, lease.sms) == (32, 32)
     scheduler.drained(0.006, lease)
     scheduler.checkpoint(0.007, borrower)
-    assert borrower.sms == 56, "nobody wants it any more"
+    assert borrower.sms == 56, "no request wants it any more"
 
 
 @pytest.mark.parametrize("cells", [1, 0])

@@ -40,7 +40,7 @@ def give_back(scheduler: Scheduler, now: float, request: Request) -> list[Reques
 
 
 def test_a_request_that_fits_is_granted_at_once() -> None:
-    """With free cells and nobody waiting, the request comes back granted."""
+    """With free cells and an empty queue, the request comes back granted."""
     scheduler = make()
     request = ask(scheduler, 0.0, 16, owner="me", holder="task")
     assert request.state is GrantState.GRANTED
@@ -51,7 +51,7 @@ def test_a_request_that_fits_is_granted_at_once() -> None:
 def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
     """A partition is asked for while its cells are free: not again when others have them.
 
-    Or it would be made again and again, by whoever makes it and asks at once what else there is.
+    Or it would be made again and again by a builder that asks at once for the next one.
     """
     cells = DeviceCells(size=8, count=2, remainder=12)
     scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
@@ -79,7 +79,7 @@ def test_cells_come_free_by_drained_alone() -> None:
 
 
 def test_cells_given_back_twice_are_a_bug_of_the_caller() -> None:
-    """The second `drained` of a lease raises and frees nothing, whoever has the cells now."""
+    """The second `drained` of a lease raises and frees nothing, also once its cells are leased."""
     scheduler = make()
     lease = ask(scheduler, 0.0, ALL).grants[0]
     scheduler.drained(0.0, lease)
@@ -124,7 +124,7 @@ def test_what_was_asked_is_what_comes() -> None:
 # -- order --------------------------------------------------------------------------------------
 
 
-def test_larger_priority_goes_first_then_who_came_first() -> None:
+def test_larger_priority_goes_first_then_the_earlier_request() -> None:
     """What comes free goes by priority, and by arrival among equals."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
@@ -184,8 +184,8 @@ def test_only_one_device_is_kept() -> None:
     assert ask(scheduler, 1.0, 8).grants[0].device == 0
 
 
-def test_a_kept_device_stays_kept_when_somebody_more_urgent_comes() -> None:
-    """Bounded bypass: nobody overtakes an aged request on its device, and it loses it to nobody."""
+def test_a_kept_device_stays_kept_when_a_more_urgent_request_comes() -> None:
+    """Bounded bypass: no request overtakes an aged one on its device, or takes the device."""
     scheduler = make(policy=Fifo(ageing=0.020))
     running = [ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 8)]
     big = ask(scheduler, 0.0, ALL)
@@ -216,7 +216,7 @@ def test_an_expired_request_frees_its_kept_device() -> None:
 
 
 def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
-    """The device kept is one that the request can get while its holder keeps what he has."""
+    """The device kept is one that the request can get while its holder keeps its leases."""
     scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8, devices=(0,), holder="task")
     other = ask(scheduler, 0.0, 16, devices=(1,))
@@ -258,7 +258,7 @@ def test_what_is_granted_on_a_kept_device_leaves_time_for_others_before_its_end(
     assert scheduler.resized(nested) == [waiting]
 
 
-def test_who_has_a_device_goes_first_everywhere() -> None:
+def test_the_request_with_a_kept_device_goes_first_everywhere() -> None:
     """An aged request is granted before others wherever it fits, not on its kept device alone."""
     scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
     here, there = ask(scheduler, 0.0, ALL, devices=(0,)), ask(scheduler, 0.0, 24, devices=(1,))
@@ -279,7 +279,7 @@ def test_a_request_that_never_waits_is_held_back_too() -> None:
 
 
 def test_a_policy_of_ones_own_decides_the_order() -> None:
-    """Any policy's rank is kept to, within one wish and between wishes."""
+    """Any policy's rank is kept to, among requests of one size and of several."""
 
     @dataclass(frozen=True)
     class Youngest:
@@ -299,7 +299,7 @@ def test_a_policy_of_ones_own_decides_the_order() -> None:
 # -- leaving ------------------------------------------------------------------------------------
 
 
-def test_nobody_is_granted_who_left() -> None:
+def test_a_cancelled_request_is_never_granted() -> None:
     """A cancelled request is never granted, and leaving twice changes nothing."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
@@ -312,7 +312,7 @@ def test_nobody_is_granted_who_left() -> None:
 
 
 def test_cancelling_a_granted_request_changes_nothing() -> None:
-    """Whoever was granted has leases to give back; there is nothing to cancel."""
+    """A granted request has leases to give back; there is nothing to cancel."""
     scheduler = make()
     request = ask(scheduler, 0.0, ALL)
     assert scheduler.cancel(0.0, request) == []
@@ -341,7 +341,7 @@ def test_deadlines() -> None:
 
 
 def test_close_empties_the_queue_in_order() -> None:
-    """`close` tells who waited, in the order of service; granted ones are not touched."""
+    """`close` returns the waiting requests, in order of service, and leaves granted ones."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
     low, high = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 16, priority=1)
@@ -390,14 +390,14 @@ def test_the_devices_asked_for_say_what_is_too_many() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(24,), (ALL,), (REST,), (8, REST), (8, 16)])
-def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
-    """A request that cannot fit while its holder holds what he has is refused, not queued."""
+def test_a_request_that_waits_for_its_own_holder_is_refused(sizes: tuple[Size, ...]) -> None:
+    """A request that cannot fit beside the leases of its holder is refused, not queued."""
     scheduler = make()
     mine = ask(scheduler, 0.0, 16, holder="task")
     with pytest.raises(WouldDeadlock) as caught:
         ask(scheduler, 0.0, *sizes, holder="task")
     assert (caught.value.holds, caught.value.most) == (16, 16)
-    assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED, "nobody in particular may wait"
+    assert ask(scheduler, 0.0, 24).state is GrantState.QUEUED, "a request without a holder may wait"
     assert ask(scheduler, 0.0, 24, holder="another").state is GrantState.QUEUED
     scheduler.release(mine.grants[0])
     assert ask(scheduler, 0.0, *sizes, holder="task").state is GrantState.QUEUED, (
@@ -405,8 +405,8 @@ def test_who_waits_for_himself_is_told(sizes: tuple[Size, ...]) -> None:
     )
 
 
-def test_who_does_not_wait_cannot_wait_for_himself() -> None:
-    """`wait=False` is refused as not possible now, whoever holds the cells."""
+def test_a_request_that_does_not_wait_is_not_a_deadlock() -> None:
+    """`wait=False` is refused as not possible now, also where its holder has the cells."""
     scheduler = make()
     ask(scheduler, 0.0, 16, holder="task")
     with pytest.raises(WouldBlock):
@@ -426,7 +426,7 @@ def test_another_device_is_no_deadlock() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    """At its bound `QueueFull` comes at once; whoever leaves makes room; 0 is no queue at all."""
+    """At its bound `QueueFull` comes at once; a request that leaves makes room; 0 is no queue."""
     scheduler = make(max_waiting=2)
     ask(scheduler, 0.0, ALL)
     first = ask(scheduler, 0.0, 8)
@@ -585,7 +585,7 @@ def footprint(scheduler: Scheduler) -> int:
 
 
 def test_nothing_grows_with_past_requests() -> None:
-    """10,000 requests of every fate, with always somebody waiting, leave nothing behind."""
+    """10,000 requests of every outcome, with a queue that is never empty, leave nothing behind."""
     scheduler = make(policy=Fifo(ageing=0.5))
     running: list[Grant] = list(ask(scheduler, 0.0, ALL).grants)
     waiting = [ask(scheduler, 0.0, 8, deadline=1e9)]
@@ -634,8 +634,8 @@ def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
 
 @pytest.mark.fault("B9")
 @pytest.mark.white_box
-def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
-    """10,000 that wait for three different wishes cost three looks at the most, not 10,000.
+def test_a_decision_costs_as_much_as_there_are_different_sizes() -> None:
+    """10,000 requests of three different sizes cost three looks at the most, not 10,000.
 
     And none, where all that is free is less than any of them wants.
     """
@@ -651,8 +651,8 @@ def test_a_decision_costs_as_much_as_there_are_different_wishes() -> None:
 
 
 @pytest.mark.white_box
-def test_a_decision_looks_at_none_of_whom_a_device_is_kept_from() -> None:
-    """While a device is kept for who has aged, nobody else's cells are looked for there."""
+def test_a_decision_skips_requests_from_which_a_device_is_kept() -> None:
+    """While a device is kept for an aged request, no cells are looked for there for others."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting, policy=Fifo(ageing=0.0), max_waiting=20_000)
     running = [ask(scheduler, 0.0, 8) for _ in range(4)]
@@ -667,7 +667,7 @@ def test_a_decision_looks_at_none_of_whom_a_device_is_kept_from() -> None:
 
 @pytest.mark.white_box
 def test_an_uncontended_lease_looks_at_one_device_once() -> None:
-    """With nobody waiting a request is one look at one device, and giving back is none."""
+    """With an empty queue a request is one look at one device, and giving back is none."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting)
     LOOKS.clear()
@@ -681,7 +681,7 @@ LOOKS: list[int] = []
 
 
 class CountingCells(DeviceCells):
-    """Cells that say how often somebody looked for a fit."""
+    """Cells that count the searches for a fit."""
 
     __slots__ = ()
 

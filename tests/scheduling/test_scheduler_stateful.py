@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # -- rules ---------------------------------------------------------------------------------
 
-    # Most steps are requests: only then is there somebody to serve in the right order.
+    # Most steps are requests: only then are there several to serve in the right order.
 
     @rule(data=st.data(), priority=PRIORITIES, holder=HOLDERS)
     def request_small(self, data: st.DataObject, priority: int, holder: str | None) -> None:
@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         soon = st.integers(1, 8).map(lambda later: self.now + later)
         deadline = data.draw(st.none() | st.none() | soon)
         wait = data.draw(st.sampled_from([True, True, True, False]))
-        wish = Request(
+        probe = Request(
             ClassState(DEFAULT_CLASS),
             parts,
             where or self.everywhere,
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if self.naive.waiting:
             self.naive.keep_a_device(self.now)
-        expected = self.expected_refusal(wish, wait)
+        expected = self.expected_refusal(probe, wait)
         options = {"devices": where, "priority": priority, "deadline": deadline}
         options |= {"holder": holder, "wait": wait}
         if expected is not None:
@@ -95,13 +95,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.twin.request(self.now, parts, **options)
             assert str(caught.value) == str(same.value)
             self.counts["refused"] += expected in (WouldBlock, QueueFull)
-            self.check_refusal(caught.value, wish)
+            self.check_refusal(caught.value, probe)
             return
         made = self.scheduler.request(self.now, parts, **options)
         self.counts["requested"] += 1
         self.requests.append(made)
         self.twins[made] = self.twin.request(self.now, parts, **options)
-        if self.naive.where_fits(wish):
+        if self.naive.where_fits(probe):
             self.naive.take_over(made)
             self.counts["granted"] += 1
         else:
@@ -178,34 +178,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     def everywhere(self) -> tuple[int, ...]:
         return tuple(range(len(self.scheduler.allocator.devices)))
 
-    def expected_refusal(self, wish: Request, wait: bool) -> type[Exception] | None:
-        if not self.naive.where_fits_ever(wish, beside_own=False):
+    def expected_refusal(self, probe: Request, wait: bool) -> type[Exception] | None:
+        if not self.naive.where_fits_ever(probe, beside_own=False):
             return TooManySMs
-        if self.naive.where_fits(wish):
+        if self.naive.where_fits(probe):
             return None
         if not wait:
             return WouldBlock
-        if not self.naive.where_fits_ever(wish, beside_own=True):
+        if not self.naive.where_fits_ever(probe, beside_own=True):
             return WouldDeadlock
         return QueueFull if len(self.naive.waiting) >= self.scheduler.max_waiting else None
 
-    def check_refusal(self, error: Exception, wish: Request) -> None:
+    def check_refusal(self, error: Exception, probe: Request) -> None:
         devices = self.scheduler.allocator.devices
-        if isinstance(error, TooManySMs) and len(wish.parts) == 1:
-            assert error.most == max(devices[d].total for d in wish.devices)
+        if isinstance(error, TooManySMs) and len(probe.parts) == 1:
+            assert error.most == max(devices[d].total for d in probe.devices)
         elif isinstance(error, TooManySMs):
             assert error.most == sum(error.nearest)
             nearest = tuple(SizeRange(one, one) for one in error.nearest)
-            assert any(fits(devices[d], devices[d].full_mask, nearest) for d in wish.devices)
+            assert any(fits(devices[d], devices[d].full_mask, nearest) for d in probe.devices)
         if isinstance(error, WouldDeadlock):
-            mine = [x for x in self.naive.leases if x.holder == wish.holder and not x.draining]
+            mine = [x for x in self.naive.leases if x.holder == probe.holder and not x.draining]
             assert error.holds == sum(lease.sms for lease in mine)
         if isinstance(error, QueueFull):
             assert error.waiting == len(self.naive.waiting)
             assert error.retry_after > 0
 
     def left(self, gone: list[Request], granted: list[Request]) -> None:
-        """Those who waited hold nothing, so only who had a device lets others go on."""
+        """A waiting request holds nothing, so only one with a kept device lets others go on."""
         freed = [self.naive.leave(request) for request in gone]
         self.counts["granted"] += len(granted)
         if any(freed):
@@ -241,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.allocator.free_masks[device] | leased == cells.full_mask
 
     @invariant()
-    def nobody_waits_who_could_be_granted(self) -> None:
+    def no_request_waits_that_could_be_granted(self) -> None:
         assert self.scheduler.waiting == len(self.naive.waiting)
         for request in self.naive.waiting:
             assert request.state is GrantState.QUEUED
@@ -263,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert now.requested == ends + now.waiting
 
     def teardown(self) -> None:
-        """When everybody has left, the scheduler is as new."""
+        """When all requests and leases have ended, the scheduler is as new."""
         if not hasattr(self, "scheduler"):
             return
         while self.naive.waiting:

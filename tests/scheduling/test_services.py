@@ -46,7 +46,7 @@ def test_a_latency_in_milliseconds_is_refused() -> None:
     assert validate_services([ServiceClass("decode", latency=10)])
 
 
-def test_a_cap_below_the_floor_is_refused() -> None:
+def test_a_cap_below_the_reserve_is_refused() -> None:
     """What is kept for a class is at most what it may have."""
     with pytest.raises(InvalidRequest, match="as its reserve"):
         validate_services([ServiceClass("decode", reserve=32, cap=16)])

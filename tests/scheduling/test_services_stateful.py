@@ -53,14 +53,14 @@ COSTS = st.sampled_from([None, None, None, 1, 2, 4, *CURVES])
 @st.composite
 def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
     """Two owners, a class that borrows, and one that does not."""
-    floor = draw(st.integers(0, most))
+    reserve = draw(st.integers(0, most))
     budgets = st.sampled_from([0, 2, 4, 4])
     return [
-        ServiceClass("owner", reserve=floor, priority=draw(st.integers(0, 1)),
+        ServiceClass("owner", reserve=reserve, priority=draw(st.integers(0, 1)),
                      max_wait_for_reserve=draw(budgets),
                      latency=draw(st.sampled_from([None, 3, 8])),
                      on_late="best_effort"),
-        ServiceClass("second", reserve=draw(st.integers(0, most - floor)),
+        ServiceClass("second", reserve=draw(st.integers(0, most - reserve)),
                      max_wait_for_reserve=draw(budgets),
                      preemptible=draw(st.booleans()), checkpoint_interval=3),
         ServiceClass("batch", preemptible=True,
@@ -71,7 +71,7 @@ def classes(draw: st.DrawFn, most: int) -> list[ServiceClass]:
 
 
 class ServiceMachine(RuleBasedStateMachine):
-    """Owners, borrowers who keep their word, and everybody else."""
+    """Owners, borrowers that keep their declared intervals, and other classes."""
 
     @initialize(
         cells=st.lists(devices(4), min_size=1, max_size=2),
@@ -92,7 +92,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.naive = ReferenceReservations(self.scheduler, cells)
         self.twins: dict[Request, Request] = {}
         self.waiting: list[Request] = []
-        #: Since when a waiting owner could have had all he asks for of his floor.
+        #: Since when a waiting owner could have had all it asks for of its reserve.
         self.entitled: dict[Request, int] = {}
         #: Since when a class waits.
         self.waits_since: dict[str, int] = {}
@@ -184,7 +184,7 @@ class ServiceMachine(RuleBasedStateMachine):
 
     @rule(later=st.integers(1, 2))
     def tick(self, later: int) -> None:
-        """Time passes, and who has something on loan comes to his checkpoint in time."""
+        """Time passes, and each borrower comes to its checkpoint in time."""
         for _ in range(later):
             self.now += 1
             self.naive.now = self.now
@@ -224,12 +224,12 @@ class ServiceMachine(RuleBasedStateMachine):
             return
         if aged is not None and aged[1] == lease.device and lease.request.is_elastic:
             kept = self.scheduler.queue.reservation
-            assert kept is not aged or self.naive.gave_back(lease), "it keeps out who has aged"
+            assert kept is not aged or self.naive.gave_back(lease), "it keeps an aged request out"
         if not lease.request.is_elastic:
             assert (lease.mask, lease.sms) == before
         else:
             self.naive.check_size(lease)
-            self.naive.taken_at[lease] = self.now  # who has one size said when he ends
+            self.naive.taken_at[lease] = self.now  # a lease of one size declared its end
         for owner, cells in lease.loans.items():
             if cells > loans.get(owner, 0):
                 assert not owner.waiting, "a loan was renewed while its owner waited"
@@ -258,13 +258,13 @@ class ServiceMachine(RuleBasedStateMachine):
     def granted(self, here: list[Request], there: list[Request]) -> None:
         assert [self.twins[request] for request in here] == there, "equal inputs, equal outputs"
         for request in here:
-            assert request in self.waiting, "granted to somebody who left"
+            assert request in self.waiting, "granted to a cancelled request"
             self.waiting.remove(request)
             self.take_over(request)
         self.rejected()
 
     def rejected(self) -> None:
-        """Who borrows, and can never be lent what he waits for, waits no more."""
+        """A borrower that can never be lent what it waits for waits no more."""
         late = [r for r, error in self.scheduler.rejected if isinstance(error, DeadlineExceeded)]
         told = [request for request, _ in self.scheduler.rejected]
         assert [self.twins[request] for request in told] == [r for r, _ in self.twin.rejected]
@@ -286,7 +286,7 @@ class ServiceMachine(RuleBasedStateMachine):
         return self.twins[lease.request].grants[lease.request.grants.index(lease)]
 
     def look_at_owners(self) -> None:
-        """An owner whose floor is idle waits for one blocking budget at most."""
+        """An owner whose reserve is idle waits for one blocking budget at most."""
         for request in self.waiting:
             if self.naive.is_entitled(request):
                 since = self.entitled.setdefault(request, self.now)
@@ -307,13 +307,13 @@ class ServiceMachine(RuleBasedStateMachine):
             assert self.scheduler.allocator.free_masks[device] == cells.full_mask & ~leased
 
     @invariant()
-    def floors_are_kept_but_for_loans(self) -> None:
+    def reserves_are_kept_but_for_loans(self) -> None:
         if hasattr(self, "naive"):
-            self.naive.check_floors()
+            self.naive.check_reserves()
             self.naive.check_loans()
 
     @invariant()
-    def nobody_exceeds_his_cap(self) -> None:
+    def no_class_exceeds_its_cap(self) -> None:
         if not hasattr(self, "naive"):
             return
         for one in self.classes:
@@ -339,7 +339,7 @@ class ServiceMachine(RuleBasedStateMachine):
             )  # fmt: skip
 
     @invariant()
-    def nobody_waits_who_could_be_granted(self) -> None:
+    def no_request_waits_that_could_be_granted(self) -> None:
         if not hasattr(self, "naive"):
             return
         assert self.scheduler.waiting == len(self.waiting)
@@ -362,7 +362,7 @@ class ServiceMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """When everybody has left, nothing is left of them."""
+        """When all requests and leases have ended, nothing is left of them."""
         if not hasattr(self, "naive"):
             return
         while self.waiting:
@@ -372,7 +372,7 @@ class ServiceMachine(RuleBasedStateMachine):
         for state in self.scheduler.allocator.classes.values():
             assert (state.sms, state.cells, state.lent, state.borrowed) == (0, 0, 0, 0)
             assert state.short == 0
-        assert not any(floors.borrowers for floors in self.scheduler.allocator.reservations)
+        assert not any(state.borrowers for state in self.scheduler.allocator.reservations)
         assert not any(self.scheduler.allocator.grants)
         assert self.scheduler.queue.lines == {}
         assert self.scheduler.queue._buckets == {}

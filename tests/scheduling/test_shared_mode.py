@@ -1,4 +1,4 @@
-"""When to split at all: seats, who waits for whom, and what makes devices split and whole again."""
+"""Shared mode: shared grants, their queue, and what makes devices split and whole again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_shared_grants_are_spread_over_the_devices() -> None:
 
 
 def test_classes_that_allow_it_have_all_sms_at_once() -> None:
-    """Whatever size they ask for, and one lane each."""
+    """Any size gives all SMs, and each lease has an executor of its own."""
     scheduler = make()
     wanted = (8, "quick"), ((16, 32), "bulk"), (ALL, "bulk")
     found = [ask(scheduler, 0.0, sms, name) for sms, name in wanted]
@@ -84,8 +84,8 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
     assert scheduler.statistics().sms_free == 0
 
 
-def test_nobody_else_is_on_their_sms() -> None:
-    """Who did not allow it waits for all of them, and nobody joins him."""
+def test_shared_and_exclusive_leases_never_coexist() -> None:
+    """An exclusive request waits for all shared leases to end, and none begins beside it."""
     scheduler = make()
     one, other = ask(scheduler, 0.0, 8, "quick"), ask(scheduler, 0.0, 8, "bulk")
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -96,8 +96,8 @@ def test_nobody_else_is_on_their_sms() -> None:
     assert beside.grants[0].mask & apart.grants[0].mask == 0
 
 
-def test_who_waits_for_seats_is_not_passed_for_ever() -> None:
-    """Once he has aged, the device is kept for him."""
+def test_an_exclusive_request_is_not_overtaken_for_ever() -> None:
+    """Once it has aged, the device is kept for it."""
     scheduler = make()
     seats = [ask(scheduler, 0.0, 8, "bulk")]
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -107,7 +107,7 @@ def test_who_waits_for_seats_is_not_passed_for_ever() -> None:
 
 
 def test_near_its_latency_a_class_has_devices_split() -> None:
-    """As soon as one in a hundred is near; the next are granted cells, beside seats that drain."""
+    """One latency in a hundred is enough; later leases are granted cells, after shared ones end."""
     scheduler = make()
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.observe(0.0, "quick", 0.010 * NEAR, LOOK - 100)
@@ -118,10 +118,10 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
     new = ask(scheduler, 0.0, 16, "quick")
     assert (new.grants[0].sms, new.grants[0].is_shared) == (16, False)
     assert old.grants[0].is_shared
-    assert ask(scheduler, 0.0, 8, "plain").state is GrantState.QUEUED, "seats drain"
+    assert ask(scheduler, 0.0, 8, "plain").state is GrantState.QUEUED, "shared leases drain"
 
 
-def test_of_whom_nobody_says_it_the_leases_count() -> None:
+def test_without_observations_the_leases_count() -> None:
     """From the request to the end of the lease."""
     scheduler = make()
     for _ in range(ENOUGH):
@@ -130,8 +130,8 @@ def test_of_whom_nobody_says_it_the_leases_count() -> None:
     assert not scheduler.services(0.0)["quick"].is_shared
 
 
-def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
-    """At its checkpoints: the least it asked for at first, so that others on seats find room."""
+def test_an_elastic_lease_leaves_shared_mode_and_returns() -> None:
+    """At its checkpoints: with its smallest size at first, which leaves cells for the others."""
     scheduler = make()
     one, other = ask(scheduler, 0.0, (16, 64), "bulk"), ask(scheduler, 0.0, (32, 64), "bulk")
     (first,), (second,) = one.grants, other.grants
@@ -147,8 +147,8 @@ def test_an_elastic_lease_stands_up_and_sits_down_again() -> None:
     assert scheduler.allocator.free_masks == [DEVICE.full_mask]
 
 
-def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
-    """Devices are shared, and he who did not allow it can be granted what it leaves."""
+def test_a_waiting_request_makes_an_elastic_lease_leave_shared_mode() -> None:
+    """Devices are shared, and an exclusive request can be granted what the lease leaves."""
     scheduler = make()
     (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").grants
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -158,8 +158,10 @@ def test_who_waits_has_an_elastic_lease_leave_its_seat() -> None:
 
 
 @pytest.mark.parametrize(("budget", "is_seat"), [(0.0, False), (0.002, False), (0.004, True)])
-def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_seat: bool) -> None:
-    """Whose floor it is and who did not allow sharing has them back within his budget."""
+def test_an_owner_waits_for_shared_leases_no_longer_than_for_loans(
+    budget: float, is_seat: bool
+) -> None:
+    """An exclusive owner of a reserve has its SMs back within its budget."""
     owner = ServiceClass("owner", reserve=16, max_wait_for_reserve=budget)
     bulk = ServiceClass("bulk", shared=True, preemptible=True)
     scheduler = make(owner, bulk)
@@ -168,14 +170,14 @@ def test_an_owner_waits_for_seats_no_longer_than_for_loans(budget: float, is_sea
     assert (ask(scheduler, 0.001, 16, "owner").state is GrantState.GRANTED) is not is_seat
 
 
-def test_a_cap_is_no_seat() -> None:
+def test_a_capped_class_is_not_shared() -> None:
     """All SMs are more than its class may hold."""
     scheduler = make(ServiceClass("bulk", shared=True, cap=32))
     assert ask(scheduler, 0.0, (8, 64), "bulk").grants[0].sms == 32
 
 
 def test_leases_end_as_they_began() -> None:
-    """A class that allows it no more has its seats to their end, and nobody is granted beside."""
+    """A class that stops sharing keeps its shared leases, and none is granted beside them."""
     scheduler = make()
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.reconfigure(0.0, (ServiceClass("bulk"),), None)

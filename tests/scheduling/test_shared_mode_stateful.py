@@ -1,4 +1,4 @@
-"""Devices that are split or not under random histories: who may be on whose SMs, and when."""
+"""Devices that are split or not under random histories: which leases share SMs, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = (
     ServiceClass("plain"),
 )
 NAMES = ("quick", "quick", "bulk", "bulk", "plain", "owner")
-#: What leases take: who has cells or a seat keeps his word.
+#: What leases take: each lease keeps its declared duration.
 COSTS = st.sampled_from([1, 2, 4])
 
 
@@ -35,11 +35,11 @@ class SharingMachine(RuleBasedStateMachine):
     @initialize(
         cells=st.lists(devices(4), min_size=1, max_size=2),
         policy=st.sampled_from(sorted(POLICIES)),
-        floor=st.integers(0, 2),
+        reserve=st.integers(0, 2),
         budget=st.sampled_from([0, 2, 4]),
     )
-    def open(self, cells: list, policy: str, floor: int, budget: int) -> None:
-        owner = ServiceClass("owner", reserve=floor * cells[0].size, max_wait_for_reserve=budget)
+    def open(self, cells: list, policy: str, reserve: int, budget: int) -> None:
+        owner = ServiceClass("owner", reserve=reserve * cells[0].size, max_wait_for_reserve=budget)
         chosen: Policy = POLICIES[policy](ageing=AGEING)  # type: ignore[call-arg]
         classes = (*CLASSES, owner)
         try:
@@ -51,7 +51,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.leases: list[Grant] = []
         self.twins: dict[Request, Request] = {}
-        #: Since when an owner waits who asks for no more than is his.
+        #: Since when an owner waits that asks for no more than its reserve.
         self.entitled: dict[Request, int] = {}
 
     # -- rules ---------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        """Time passes, and everybody comes to a checkpoint, or ends, when he said."""
+        """Time passes, and every lease comes to a checkpoint, or ends, as declared."""
         self.now += 1
         for lease in list(self.leases):
             if lease.request.duration is not None and not lease.over:
@@ -187,7 +187,7 @@ class SharingMachine(RuleBasedStateMachine):
         return [lease for lease in self.leases if lease.device == device]
 
     def is_entitled(self, request: Request) -> bool:
-        """Whether it asks for what is its class's own, and nobody of it has any of that."""
+        """Whether it asks for the reserve of its class, of which no lease has any."""
         state, part = request.class_state, request.parts[0]
         if state.name != "owner" or len(request.parts) > 1 or part.named or state.sms:
             return False
@@ -200,7 +200,7 @@ class SharingMachine(RuleBasedStateMachine):
         )
 
     @invariant()
-    def only_who_allows_it_shares_sms(self) -> None:
+    def only_shared_classes_share_sms(self) -> None:
         for device, cells in enumerate(getattr(self, "cells", ())):
             leased = 0
             for lease in self.of(device):
@@ -210,7 +210,9 @@ class SharingMachine(RuleBasedStateMachine):
                     assert lease.mask & cells.full_mask == cells.full_mask
                     others = [other for other in self.of(device) if other is not lease]
                     assert all(other.class_state.rules.shared for other in others)
-                    assert lease.mask not in [other.mask for other in others], "one lane for two"
+                    assert lease.mask not in [other.mask for other in others], (
+                        "one executor for two"
+                    )
                 else:
                     assert lease.mask & leased == 0
                     leased |= lease.mask
@@ -231,7 +233,7 @@ class SharingMachine(RuleBasedStateMachine):
             assert self.scheduler.waiting == len(self.waiting)
 
     @invariant()
-    def nobody_waits_who_could_have_a_seat(self) -> None:
+    def no_request_waits_that_could_share(self) -> None:
         for request in getattr(self, "waiting", ()):
             if not request.class_state.shared or len(request.parts) > 1 or self.is_split:
                 continue
@@ -249,7 +251,7 @@ class SharingMachine(RuleBasedStateMachine):
             assert [x.mask for x in request.grants] == [x.mask for x in twin.grants]
 
     def teardown(self) -> None:
-        """Once those who have something leave, everybody who waits is served, and all is free."""
+        """Once all leases end, every waiting request is served, and all SMs are free."""
         if not hasattr(self, "cells"):
             return
         while self.leases:

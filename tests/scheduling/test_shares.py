@@ -32,7 +32,7 @@ def test_shares_are_three_to_one(seed: int, lengths: tuple[float, float]) -> Non
     assert took["gold"] + took["plain"] >= 0.95 * 8 * 16 * 10.0
 
 
-def test_who_asked_for_nothing_saved_nothing_up() -> None:
+def test_an_idle_class_saves_nothing_up() -> None:
     """A class that was idle gets its share from then on, and not what it did not ask for."""
     services = [ServiceClass("a"), ServiceClass("b")]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)

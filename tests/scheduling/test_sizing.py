@@ -44,7 +44,7 @@ class Work:
 
 
 def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
-    """One in which nobody was late for long, so that plans use all of a latency that they may."""
+    """A margin without late requests for long: plans use all of a latency that they may."""
     given = services or (DECODE, BULK)
     scheduler = Scheduler([CELLS], policy or Sized(), 10, services=given)
     for _ in range(40):
@@ -92,10 +92,10 @@ class Wrong(Own):
 
 @pytest.mark.parametrize("answer", ["raise", None, 0.5, (None, 8), (math.nan, 8.0), math.nan])
 @pytest.mark.parametrize("method", ["may_overtake", "class_rank", "size", "at", "observe"])
-def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
+def test_an_error_of_a_users_policy_or_curve_loses_no_request(
     method: str, answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who waits is granted, cells come back, and it is logged, whatever they raise or say."""
+    """Requests are granted, cells come back, and the error is logged."""
     wrong = Wrong(method, answer)
     scheduler = pool(DECODE, BULK, policy=wrong)
     duration = wrong if method in {"at", "observe"} else None
@@ -118,7 +118,7 @@ def test_what_a_users_policy_or_curve_gets_wrong_loses_nobody(
     assert bool(caplog.records) is (answer == "raise" or not is_answer)
 
 
-def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
+def test_a_class_rank_that_changes_at_each_call_blocks_no_request() -> None:
     """A policy that answers by a clock has its classes served, in whatever order."""
     ticks = itertools.count()
 
@@ -139,7 +139,7 @@ def test_a_standing_that_is_another_at_each_question_holds_up_nobody() -> None:
 
 
 def test_a_rank_that_is_none_changes_nothing() -> None:
-    """Who asks under a policy whose ranks are none is told, and no such policy takes over."""
+    """A request under a policy without valid ranks raises, and no such policy can be set."""
     scheduler = pool()
     leased(scheduler, "decode")
     waiting = scheduler.request(0.0, (SizeRange(132, 132),), service="bulk")
@@ -155,7 +155,7 @@ def test_a_rank_that_is_none_changes_nothing() -> None:
     assert wrong.waiting == 0
 
 
-def test_who_is_alone_has_all_and_gives_up_what_is_not_needed() -> None:
+def test_a_lease_alone_has_all_sms_and_gives_up_what_is_not_needed() -> None:
     """Alone it has the device; once another wants some, just what its latency asks for."""
     scheduler = pool()
     decode = leased(scheduler, "decode", Work(30.0))
@@ -197,8 +197,8 @@ def test_it_waits_for_what_is_enough() -> None:
     assert (bulk.sms, decode.grants[0].sms) == (132 - 64, 64)
 
 
-def test_a_floor_is_had_without_waiting_for_more() -> None:
-    """Who asks for no more than his floor has it at once, though more would be enough."""
+def test_a_reserve_is_granted_without_waiting_for_more() -> None:
+    """A request within its reserve is granted at once, though its target is larger."""
     scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, reserve=16), BULK)
     bulk = leased(scheduler, "bulk")
     assert bulk.sms == 116
@@ -223,20 +223,20 @@ def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
     assert decode.grants[0].sms == 24
 
 
-def test_nobody_is_kept_out_for_ever() -> None:
+def test_no_class_is_kept_out_for_ever() -> None:
     """Once a waiting request has aged, an elastic lease that needs more than is left gives way."""
     scheduler = pool()
     decode = leased(scheduler, "decode", Work(120.0), least=16)
     late = scheduler.request(0.0, (SizeRange(112, 112),), service="bulk")
     assert scheduler.checkpoint(0.010, decode) == []
-    assert decode.sms == 132, "it is nobody's yet"
+    assert decode.sms == 132, "it is not reserved yet"
     scheduler.request(1.0, (SizeRange(8, 8),), service="bulk")  # so time is seen to pass
     assert late in scheduler.checkpoint(1.0, decode)
     assert decode.over
     assert scheduler.queued() == [decode.request]
 
 
-def test_nobody_waits_for_what_is_never_given_back() -> None:
+def test_no_request_waits_for_what_is_never_given_back() -> None:
     """Where not even all SMs are enough any more, it has what others do not keep to their end."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
@@ -281,7 +281,7 @@ def test_an_aged_request_does_not_wait_for_cells_that_a_reserve_keeps() -> None:
 def test_a_need_is_met_with_the_partitions_that_are_made(
     seed: int, cells: DeviceCells, quiet: float
 ) -> None:
-    """Where no more lanes can be made, or some now and then, a need is met after a checkpoint."""
+    """Where few or no executors can be made, a need is met after a checkpoint."""
     menu, rng = cells.menu(MAX_PREBUILT), random.Random(seed)
     made = set(menu)
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
@@ -401,7 +401,7 @@ def test_a_piece_has_the_fewest_sms_for_its_deadline(
         assert decode.sms == EVEN.size or duration.at(decode.sms - EVEN.size) > part * within
 
 
-def test_who_is_often_late_plans_with_less() -> None:
+def test_a_class_that_is_often_late_plans_with_less() -> None:
     """A class that was late has more SMs for the same work, by what its users say it had."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
@@ -428,7 +428,7 @@ def test_a_pace_follows_what_was_late() -> None:
 
 
 def test_of_a_deadline_twice_as_much_is_used() -> None:
-    """Nobody comes once a piece with a deadline began; but who was late plans with less."""
+    """A lease with a deadline is not interrupted; but a class that was late plans with less."""
     margin = LatencyMargin()
     assert margin.of_deadline == MOST
     parts = []
@@ -441,7 +441,7 @@ def test_of_a_deadline_twice_as_much_is_used() -> None:
 
 
 def test_more_than_is_wanted_now_is_given_back() -> None:
-    """Who had more SMs than the policy says has no more than that after a checkpoint."""
+    """A lease with more SMs than the policy says has no more than that after a checkpoint."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
@@ -455,7 +455,7 @@ def test_more_than_is_wanted_now_is_given_back() -> None:
 
 
 def test_a_policy_of_ones_own_sizes() -> None:
-    """One method more, and everybody has half of what classes above him leave, at most."""
+    """With one more method, each class has at most half of what the classes above it leave."""
 
     class Halves(Own):
         def size(self, request: RequestView, room: SizingView) -> tuple[int, int]:

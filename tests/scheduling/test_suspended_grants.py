@@ -1,4 +1,4 @@
-"""Leases that are paused and go on: nobody can tell them from leases that were decided on."""
+"""Leases that are suspended and resumed behave as leases that the scheduler decided on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Decided:
         return request.state is GrantState.GRANTED
 
     def give_back(self, now: float, index: int) -> list[tuple[str, int]]:
-        """Returns who is granted by that."""
+        """Return the requests that are granted by that."""
         (lease,) = self.held.pop(index).grants
         return self.drain(now, lease)
 
@@ -102,7 +102,9 @@ steps = st.lists(st.tuples(st.integers(1, 9), asking | st.integers(0, 9)), max_s
 
 
 @given(steps)
-def test_nobody_can_tell(steps: list[tuple[int, tuple[str, int] | int]]) -> None:
+def test_a_suspended_lease_behaves_as_a_decided_one(
+    steps: list[tuple[int, tuple[str, int] | int]],
+) -> None:
     """Whatever is asked for and given back, the same is granted, held and accounted for."""
     one, other = Decided(), Suspending()
     now = 0.0
