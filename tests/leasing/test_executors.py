@@ -549,3 +549,25 @@ def test_an_executor_that_cannot_be_made_fails_what_waits_for_it(
             assert (pool.statistics().sms_free, pool.statistics().executors) == (132, made + 3)
 
     driver.clock.run(main)
+
+
+def test_a_lease_ends_although_a_library_captures_in_its_context(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No event can then capture the context's work; threads wait for the context instead."""
+    driver = simulated.open("h200", clock=simulated.VirtualClock())
+
+    async def main() -> None:
+        async with Pool(driver=driver) as pool:
+            async with pool.partition(8) as p:
+                with p.context:
+                    pass
+                now = driver.script.calls["record_green"]
+                status = "STREAM_CAPTURE_UNSUPPORTED"
+                driver.script.add(Fail("record_green", now + 1, status, now + 2))
+            assert driver.script.calls["record_green"] == now + 2
+            assert pool.statistics().sms_free == 132
+
+    driver.clock.run(main)
+    (record,) = caplog.records
+    assert "an event cannot capture the green context's work" in record.getMessage()
