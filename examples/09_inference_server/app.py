@@ -66,9 +66,11 @@ class Server:
         self._is_simulated = isinstance(pool_driver, SimulatedDriver)
         self._options = options
         self._sms = options.decode_sms or quarter(self.device.sm_count)
-        classes = sized_classes(self._sms, self.device.sm_count)
         if options.streams or options.chunked:
             classes = [ServiceClass(name, shared=True) for name in ("decode", "prefill")]
+        else:
+            check(self._sms, self.device.sm_count)
+            classes = sized_classes(self._sms, self.device.sm_count)
         self.pool = Pool([0], driver=pool_driver, services=classes)
 
     def load(self) -> Any:
@@ -112,6 +114,20 @@ async def enter(*places: Place) -> None:
 def quarter(sms: int) -> int:
     """Return a quarter of a GPU, in multiples of 8 SMs."""
     return max(8, sms // 32 * 8)
+
+
+def check(sms: int, total: int) -> None:
+    """Exit if a decode step and a prompt cannot have `sms` SMs and the others at the same time.
+
+    Raises:
+        SystemExit: The message says which numbers are possible.
+    """
+    possible = range(8, total - 7, 8)  # a split has groups of 8 SMs
+    if sms not in possible:
+        raise SystemExit(
+            f"--decode-sms {sms}: this GPU has {total} SMs: give a multiple of 8 from "
+            f"{possible[0]} to {possible[-1]}"
+        )
 
 
 class Tokens(StreamingResponse):

@@ -200,3 +200,13 @@ def test_a_size_below_one_is_refused(option: str, given: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"argument {option}: invalid positive value: '{given}'" in done.stderr
+
+
+@pytest.mark.parametrize("sms", [132, 200, 18, 128])
+def test_sms_that_no_split_allows_are_refused(sms: int) -> None:
+    """The program ends with one line that says which numbers of SMs are possible."""
+    command = [*PYTHON, str(EXAMPLE / "app.py"), "0", "--decode-sms", str(sms)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    expected = "this GPU has 132 SMs: give a multiple of 8 from 8 to 120"
+    assert done.stderr == f"--decode-sms {sms}: {expected}\n"
