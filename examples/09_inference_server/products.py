@@ -47,7 +47,7 @@ class FastestProducts(TorchFunctionMode):
         call = functools.partial(function, *args, **(kwargs or {}))
         if function not in PRODUCTS:
             return call()
-        product = function, *(part.shape for part in args)
+        product = function, *(getattr(part, "shape", None) for part in args)  # None: no bias
         if product not in self._counts:
             self._counts[product] = fastest_count(function, args)
         set_sm_count(self._counts[product])

@@ -168,6 +168,8 @@ def test_a_product_has_the_sm_count_with_which_it_was_fastest(
             torch.exp(x)
             assert told[-1] == -1
         assert measured == [0, 116, *range(88, 133, 8)] * 2
+        assert torch.nn.Linear(4, 8, bias=False)(x).shape == (2, 8), "its bias is None"
+        assert told[-2:] == [0, 0]
         fastest[2, 4] = 88
         into.addmm_(x, weights[4, 4])
     assert into.tolist() == [[4.0] * 4] * 2
