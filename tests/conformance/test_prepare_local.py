@@ -110,7 +110,10 @@ def test_preparing_says_what_keeps_it_from_going_on(backend: Backend) -> None:
         async with backend.pool(services=CLASSES) as pool:
             with pytest.raises(greensched.InvalidRequest, match="'any' names no sizes"):
                 pool.executors("any")
-            with pytest.raises(greensched.InvalidRequest, match="no longer has this class"):
+            with pytest.raises(
+                greensched.InvalidRequest,
+                match="unknown service 'other': this pool has decode, prefill, any",
+            ):
                 await pool.prepare_local("other", fail)
             with pytest.raises(greensched.InvalidRequest, match="function"):
                 await pool.prepare_local("decode", 5)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_no_request_is_dropped_with_its_class() -> None:
     held = ask(scheduler, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 16, "owner")
     scheduler.reconfigure(0.0, [ServiceClass("other")], None)
-    with pytest.raises(InvalidRequest, match="'owner': the pool no longer has this class"):
+    with pytest.raises(InvalidRequest, match="unknown service 'owner': this pool has other"):
         ask(scheduler, 8, "owner")
     assert waiting.state is GrantState.QUEUED
     assert scheduler.drained(1.0, held.grants[0]) == [waiting]
@@ -174,5 +174,5 @@ def test_a_latency_of_a_class_that_is_gone_is_refused() -> None:
     """The class may have been removed by another thread since the latency was checked."""
     scheduler = Scheduler([DeviceCells(size=8, count=2)], Fifo(), 9, services=[ServiceClass("old")])
     scheduler.reconfigure(0.0, [ServiceClass("new")], None)
-    with pytest.raises(InvalidRequest, match="no longer has this class"):
+    with pytest.raises(InvalidRequest, match="unknown service 'old': this pool has new"):
         scheduler.observe(0.0, "old", 0.001, 1)

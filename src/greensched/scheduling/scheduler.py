@@ -231,12 +231,11 @@ class Scheduler:
         return claimed
 
     def _class_of(self, service: str) -> ClassState:
-        state = self.allocator.classes.get(service)
-        if state is None or service in self.allocator.retired:
-            known = ", ".join(name for name in self.allocator.classes if name) or "none"
-            raise InvalidRequest(
-                f"service={service!r}: the pool no longer has this class; it has {known}"
-            )
+        classes, retired = self.allocator.classes, self.allocator.retired
+        state = classes.get(service)
+        if state is None or service in retired:
+            known = ", ".join(name for name in classes if name and name not in retired) or "none"
+            raise InvalidRequest(f"unknown service {service!r}: this pool has {known}")
         return state
 
     def _grant_beside_suspended(self, request: Request, now: float) -> bool:
