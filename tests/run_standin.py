@@ -1,4 +1,4 @@
-"""Runs what is judged by the stand-in driver, then reads its account of the whole run.
+"""Run what is judged by the stand-in driver, then read its account of the whole run.
 
     python tests/run_standin.py FOLDER [pytest arguments]
 

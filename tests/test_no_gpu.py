@@ -45,7 +45,7 @@ WITHOUT_DRIVER = pytest.mark.skipif(
 def run(
     options: str = "{}", variable: str | None = None, program: str = OPEN
 ) -> subprocess.CompletedProcess[str]:
-    """Opens a pool in a fresh interpreter that knows of no driver but the system's own."""
+    """Open a pool in a fresh interpreter that knows of no driver but the system's own."""
     environment = {
         key: value
         for key, value in os.environ.items()

@@ -54,7 +54,7 @@ def test_a_mistake_is_told_with_its_line(compiler: Any) -> None:
     assert "\0" not in raised.value.log
 
 
-def test_the_preprocessors_text_is_told(compiler: Any) -> None:
+def test_the_preprocessors_text_is_reported(compiler: Any) -> None:
     """It has the source with its macros expanded; options that are refused leave it unknown."""
     text = compiler.preprocess("int x = A;", name="a.cu", arch="sm_90", options=["-DA=41"])
     assert re.search(rb"int x ?= ?41;", text)
@@ -69,7 +69,7 @@ def test_without_proc_the_text_is_not_known(compiler: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("arch", ["sm_1", "compute_90", "no such thing"])
-def test_an_architecture_without_machine_code_is_told(compiler: Any, arch: str) -> None:
+def test_an_architecture_without_machine_code_is_reported(compiler: Any, arch: str) -> None:
     """What is no real architecture of this compiler raises CompileFailed, and says so."""
     with pytest.raises(errors.CompileFailed, match=r"arch|real architecture"):
         compiler.compile(SAXPY, name="saxpy.cu", arch=arch)
@@ -125,7 +125,7 @@ def test_the_version_is_a_pair(compiler: Any) -> None:
     assert minor >= 0
 
 
-def test_an_unknown_status_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_status_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status the wheel has no name for is a CompileFailed, not a KeyError."""
 
     class Newer:
@@ -138,7 +138,7 @@ def test_an_unknown_status_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         nvrtc.compile(SAXPY, name="saxpy.cu", arch="sm_90")
 
 
-def test_a_missing_compiler_is_told() -> None:
+def test_a_missing_compiler_is_reported() -> None:
     """Without NVRTC every call says what to install, and importing the binding does not fail."""
     code = """
         import cuda.pathfinder

@@ -225,7 +225,7 @@ def test_a_budget_that_sequences_exceed_reads_no_prompt() -> None:
     assert all(not read for growing, read in rows if growing > 4)
 
 
-def test_a_loop_that_fails_is_told() -> None:
+def test_a_loop_that_fails_is_reported() -> None:
     """A run whose engine ended raises the cause instead of counting late requests."""
 
     async def launch(_: Any) -> Any:

@@ -173,7 +173,7 @@ def test_an_error_of_a_task_group_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1] == "greensched: the first error"
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_reported() -> None:
     """--version prints the installed version, or that none is installed, and nothing else."""
     try:
         expected = version("greensched")

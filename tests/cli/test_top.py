@@ -291,7 +291,7 @@ def test_a_terminal_is_drawn_over(screens: list[float]) -> None:
     assert text.rindex(f"{ESCAPE}[?25h") > text.rindex("process")
 
 
-def test_a_pool_that_ends_is_told(
+def test_a_pool_that_ends_is_reported(
     screens: list[float], monkeypatch: pytest.MonkeyPatch, taken: Snapshot, capsys: Any
 ) -> None:
     """The last screen stays in a pipe, and one line says why there is no other."""

@@ -198,7 +198,7 @@ def test_the_default_streams_have_numbers(backend: Backend) -> None:
 
 
 @pytest.mark.fault("E8")
-def test_our_stream_is_what_a_producer_is_told(backend: Backend) -> None:
+def test_our_stream_is_what_a_producer_is_reported(backend: Backend) -> None:
     """DLPack's producer is asked for an order behind the stream that the work goes to."""
 
     async def main() -> None:

@@ -610,7 +610,7 @@ def test_a_closed_graph_gives_its_memory_back(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_a_forgotten_graph_is_told(backend: Backend) -> None:
+def test_a_forgotten_graph_is_reported(backend: Backend) -> None:
     """It warns, and is closed; one that a cancelled task was to have is closed in silence."""
 
     async def main() -> None:

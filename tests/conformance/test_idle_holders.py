@@ -133,7 +133,7 @@ def test_a_cancelled_block_ends_the_lease(backend: Backend, inside: bool) -> Non
     backend.run(main)
 
 
-def test_the_end_of_the_pool_is_told(backend: Backend) -> None:
+def test_the_end_of_the_pool_is_reported(backend: Backend) -> None:
     """A pool that closes meanwhile waits for no idle holder, whose block then ends so."""
 
     async def main() -> None:

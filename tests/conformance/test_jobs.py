@@ -104,7 +104,7 @@ def test_cancelling_an_awaiter_never_cancels_the_job(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_asking_a_job_too_early_is_told(backend: Backend) -> None:
+def test_asking_a_job_too_early_is_reported(backend: Backend) -> None:
     """result() and exception() never wait: before the end they raise WouldBlock."""
 
     async def main() -> None:

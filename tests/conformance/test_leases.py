@@ -209,7 +209,7 @@ def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
 
 
 @pytest.mark.fault("A14")
-def test_asking_for_what_one_holds_is_told(backend: Backend) -> None:
+def test_asking_for_what_one_holds_is_reported(backend: Backend) -> None:
     """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
 
     async def main() -> None:

@@ -19,7 +19,7 @@ IS_VERSIONED = False
 
 
 class Things:
-    """Makes things, and notes where each was made and closed: on which thread, in which context."""
+    """Make things, and note where each was made and closed: on which thread, in which context."""
 
     def __init__(self, pool: Pool) -> None:
         self.driver = pool.devices[0].driver
@@ -220,7 +220,7 @@ def test_nonsense_is_refused(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_a_new_function_each_time_is_told(backend: Backend) -> None:
+def test_a_new_function_each_time_is_reported(backend: Backend) -> None:
     """Beyond 64 objects no more are made: some caller gives a new function each time."""
 
     async def main() -> None:

@@ -339,7 +339,7 @@ def test_a_kernel_runs_on_its_partitions_sms_only(backend: Backend) -> None:
     backend.run(main)
 
 
-def test_device_that_is_not_there_is_told(backend: Backend) -> None:
+def test_device_that_is_not_there_is_reported(backend: Backend) -> None:
     """An ordinal beyond the last device raises, and says how many there are."""
     with pytest.raises(greensched.InvalidRequest, match="device 99 does not exist"):
         Device(99, driver=backend.driver())

@@ -154,7 +154,7 @@ def test_the_block_is_where_a_user_wrote_it() -> None:
 
 
 @LOOPS
-def test_every_planted_leak_is_told(device: Device, loop: str) -> None:
+def test_every_planted_leak_is_reported(device: Device, loop: str) -> None:
     """100 of 100, among as many tasks that hold none: each once, with its own await."""
     rng = random.Random(SEED)
     other = Device(1, driver=device.driver)
@@ -195,7 +195,7 @@ def test_every_planted_leak_is_told(device: Device, loop: str) -> None:
 
 
 @LOOPS
-def test_what_is_left_in_time_is_not_told(device: Device, loop: str) -> None:
+def test_what_is_left_in_time_is_not_reported(device: Device, loop: str) -> None:
     """No word of blocks without an await, awaits that do not suspend, threads, or whole loops."""
     own = Context.create(device, ContextFlags.SCHED_AUTO)
 
@@ -225,7 +225,7 @@ def test_what_is_left_in_time_is_not_told(device: Device, loop: str) -> None:
     own.close()
 
 
-def test_a_callback_that_leaves_a_block_open_is_told(device: Device) -> None:
+def test_a_callback_that_leaves_a_block_open_is_reported(device: Device) -> None:
     """Without a task there is no await to name, and it is told all the same."""
 
     async def main() -> None:

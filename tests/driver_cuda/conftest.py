@@ -215,7 +215,7 @@ def kernel(driver: Driver, primary: Any, code: CodeImage) -> Iterator[Any]:
 
 @pytest.fixture
 def python(standin_folder: Path) -> Callable[..., str]:
-    """Runs a snippet in a process of its own, for what a process decides once.
+    """Run a snippet in a process of its own, for what a process decides once.
 
     Keyword arguments are environment variables; the answer is what it printed.
     """

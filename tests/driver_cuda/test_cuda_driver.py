@@ -119,7 +119,7 @@ def test_a_context_of_its_own(driver: Driver, standin: Standin, primary: Any) ->
         driver.create_context(0, ContextFlags(3))
 
 
-def test_a_flag_that_the_header_lost_is_told(
+def test_a_flag_that_the_header_lost_is_reported(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a wheel's header has a flag no more, asking for it is NotSupported and names it."""

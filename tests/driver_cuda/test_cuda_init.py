@@ -45,7 +45,7 @@ def test_importing_loads_no_wheel(python: Callable[..., str]) -> None:
     assert answer == "False"
 
 
-def test_a_missing_wheel_is_told(python: Callable[..., str]) -> None:
+def test_a_missing_wheel_is_reported(python: Callable[..., str]) -> None:
     """Without cuda-bindings, or with one too old, open() says what to install."""
     for spoil in (
         "import sys; sys.modules['cuda.bindings'] = None",

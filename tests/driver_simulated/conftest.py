@@ -13,7 +13,7 @@ from .machine import Machine
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Machine]]:
-    """Makes machines, and ends them with the test."""
+    """Make machines, and end them with the test."""
     made: list[Machine] = []
 
     def new(*args: Any, **options: Any) -> Machine:

@@ -74,7 +74,7 @@ class Machine:
         return self.driver.create_stream(green, priority)
 
     def hold(self, *streams: StreamHandle) -> Word:
-        """Holds streams up, behind what they have, until the word is 1."""
+        """Block streams, behind their present work, until the word is 1."""
         word = self.word()
         for stream in streams:
             self.driver.wait_value(stream, word.address, 1)
@@ -174,7 +174,7 @@ class Machine:
     # -- looking -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for everything on device 0."""
+        """Wait for everything on device 0."""
         self.driver.synchronize_context(self.primary)
 
     def times(self) -> dict[str, tuple[int, int]]:
@@ -221,7 +221,7 @@ class Packed:
 
 
 def spin(until: Callable[[], object]) -> None:
-    """Waits for another thread without sleeping; the test's own limit ends it."""
+    """Wait for another thread without sleeping; the test's own limit ends it."""
     while not until():
         pass
 

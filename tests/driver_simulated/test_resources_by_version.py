@@ -36,7 +36,7 @@ Open = Callable[..., Device]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Opens devices of simulated machines, and closes them, with nothing left."""
+    """Open devices of simulated machines, and close them, with nothing left."""
     devices: list[Device] = []
 
     def new(spec: str, ordinal: int = 0, **options: object) -> Device:

@@ -160,7 +160,7 @@ async def test_nonsense_is_refused(example: ModuleType, kind: str) -> None:
 # -- too much, too late -----------------------------------------------------------------------
 
 
-async def test_overload_is_told(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_overload_is_reported(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the queue's bound: 429 with Retry-After in whole seconds; queued ones are served."""
     monkeypatch.setattr(example, "MAX_WAITING", 3)
     async with serving(example) as service:
@@ -176,7 +176,7 @@ async def test_overload_is_told(example: ModuleType, monkeypatch: pytest.MonkeyP
         image_of(await service.post())
 
 
-async def test_a_deadline_that_passes_is_told(example: ModuleType) -> None:
+async def test_a_deadline_that_passes_is_reported(example: ModuleType) -> None:
     """A request that is not granted within its deadline is answered with 504."""
     async with serving(example) as service, service.pool.partition(ALL):
         answer = await service.post(deadline=0.01)

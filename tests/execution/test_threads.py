@@ -261,7 +261,7 @@ def test_one_loop_after_another(backend: str) -> None:
 
 
 def in_thread(main: Callable[[], Awaitable[Any]], **options: Any) -> threading.Thread:
-    """Runs an async function on a loop of its own, in a thread of its own."""
+    """Run an async function on a loop of its own, in a thread of its own."""
     thread = threading.Thread(target=lambda: anyio.run(main, **options))
     thread.start()
     return thread

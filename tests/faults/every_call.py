@@ -97,7 +97,7 @@ class Combination(NamedTuple):
 
 
 class Injector:
-    """Counts the driver calls of all simulated drivers, and fails some."""
+    """Count the driver calls of all simulated drivers, and fail some of them."""
 
     def __init__(self, combination: Combination | None = None) -> None:
         self.combination = combination

@@ -20,7 +20,7 @@ SECOND = 10**9
 
 @pytest.fixture(params=["asyncio", "trio"])
 def run(request: pytest.FixtureRequest) -> Any:
-    """Runs a coroutine function with a driver, in virtual time on each kind of loop."""
+    """Run a coroutine function with a driver, in virtual time on each kind of loop."""
 
     def run(main: Any) -> None:
         clock = simulated.VirtualClock()

@@ -110,7 +110,7 @@ def test_requests_add_no_series() -> None:
 
 
 @pytest.mark.fault("F13")
-def test_no_value_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_value_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Records, logs, statistics, `repr` and errors have no value of an argument or array."""
     secret, told = 8675309, list[str]()
     caplog.set_level(logging.DEBUG, "greensched")

@@ -134,7 +134,7 @@ def test_a_dismissed_thread_ends_behind_later_work() -> None:
     assert clock._participants == []
 
 
-def test_an_opening_that_fails_behind_a_cancellation_is_told(
+def test_an_opening_that_fails_behind_a_cancellation_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The cancelled caller does not get the error, so the log says what failed."""

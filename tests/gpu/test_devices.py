@@ -21,7 +21,7 @@ SIZES: tuple[Size, ...] = (8, 16, 16, 16, 32, (8, 64), ALL)
 
 
 async def several(pool: Pool) -> None:
-    """Opens a pool on every device, or skips: two at least are needed."""
+    """Open a pool on every device, or skip: two at least are needed."""
     await pool.open()
     if len(pool.devices) < 2:
         await pool.aclose()

@@ -15,7 +15,7 @@ Place = tuple[str, str, int]
 
 @dataclass
 class Steps:
-    """Records where a coroutine waits, and cancels it at its `cancel_at`-th wait.
+    """Record where a coroutine waits, and cancel it at its `cancel_at`-th wait.
 
     Args:
         cancel: cancels the task that runs the coroutine; called while it is about to wait.

@@ -48,7 +48,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
 def run(
     suite: pytest.Pytester, source: str, *options: str, apart: bool = False, **outcomes: int
 ) -> pytest.RunResult:
-    """Runs a suite by a pytest of its own, and checks how many tests ended how.
+    """Run a suite by a pytest of its own, and check how many tests ended how.
 
     `apart`: in a process of its own, because what it leaks is collected whenever it is.
     """

@@ -47,7 +47,7 @@ def cost(kernel: Kernel, launch: LaunchFacts, *arguments: Any) -> Cost:
 
 @pytest.fixture(scope="session")
 def launch(facts: DeviceFacts) -> Launch:
-    """Makes the facts of a launch of so many blocks of so many threads on some SMs."""
+    """Make the facts of a launch of so many blocks of so many threads on some SMs."""
 
     def make(
         blocks: int = 1024, threads: int = 256, sms: int = 132, shared: int = 0

@@ -270,7 +270,7 @@ def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, name: str) -> None
     assert len(driver.images) == 1
 
 
-def test_a_context_that_cannot_load_is_told(facts: DeviceFacts) -> None:
+def test_a_context_that_cannot_load_is_reported(facts: DeviceFacts) -> None:
     """A failure to load in one context is that caller's, and another context can still load."""
     driver = FakeDriver()
     driver.failing = {"load_kernel"}

@@ -25,8 +25,8 @@ EVERY_SM = 78
 NEVER = 20.0
 
 
-class Asker:
-    """Asks a pool from another thread, and keeps by name which callbacks were answered."""
+class PoolCaller:
+    """Call a pool from another thread, and record by name which callbacks got an answer."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -51,19 +51,19 @@ class Asker:
 
 
 @pytest.fixture
-def asker() -> Iterator[Asker]:
-    """Asks in each log handler and call hook, too."""
-    asker = Asker()
+def caller() -> Iterator[PoolCaller]:
+    """Call the pool in each log handler and call hook, too."""
+    caller = PoolCaller()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            asker.ask(f"log {record.levelname}")
+            caller.ask(f"log {record.levelname}")
 
     def hook(_: object, __: object) -> Callable[[Callable[[], Any]], Any]:
-        asker.ask("call hook")
+        caller.ask("call hook")
 
         def wrap(call: Callable[[], Any]) -> Any:
-            asker.ask("call wrapper")
+            caller.ask("call wrapper")
             return call()
 
         return wrap
@@ -73,7 +73,7 @@ def asker() -> Iterator[Asker]:
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     greensched.register_call_hook(hook)
-    yield asker
+    yield caller
     hooks.remove(hook)
     logger.setLevel(level)
     logger.removeHandler(handler)
@@ -82,8 +82,8 @@ def asker() -> Iterator[Asker]:
 class Own:
     """A policy and a duration curve that ask in each method."""
 
-    def __init__(self, asker: Asker) -> None:
-        self.ask = asker.ask
+    def __init__(self, caller: PoolCaller) -> None:
+        self.ask = caller.ask
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
         self.ask("rank")
@@ -137,9 +137,9 @@ def kernel(ask: Callable[[str], None]) -> greensched.Kernel:
 
 
 @pytest.mark.fault("I9", "D12")
-def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(asker: Asker) -> None:
+def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(caller: PoolCaller) -> None:
     """Policies, curves, records, handlers, jobs, values, kernels: the pool answers beside each."""
-    own, asks = Own(asker), kernel(asker.ask)
+    own, asks = Own(caller), kernel(caller.ask)
     driver = simulated.open("h20", faults=[simulated.Hang("spin", 3)])
 
     async def use(pool: Pool, service: str) -> None:
@@ -150,18 +150,18 @@ def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(asker: Asker) ->
     async def main() -> None:
         services = [ServiceClass("a"), ServiceClass("b")]
         async with Pool(driver=driver, policy=own, services=services, hang_after=0.2) as pool:
-            asker.pool = pool
-            pool.watch(lambda record: asker.ask(type(record).__name__))
+            caller.pool = pool
+            pool.watch(lambda record: caller.ask(type(record).__name__))
             async with pool.partition(EVERY_SM, service="a", duration=own) as p:
                 tasks = [asyncio.create_task(use(pool, name)) for name in "ab"]
                 await until(lambda: pool.statistics().waiting == 2)
                 job = p.launch(ONE, asks)
-                job.add_done_callback(lambda _: asker.ask("done callback"))
+                job.add_done_callback(lambda _: caller.ask("done callback"))
                 await job
                 big = np.ones(2**20)
-                x = await p.upload(big, progress=lambda *_: asker.ask("progress"))
-                await p.run(asker.ask, "call")
-                await p.local(lambda: Value(asker.ask))
+                x = await p.upload(big, progress=lambda *_: caller.ask("progress"))
+                await p.run(caller.ask, "call")
+                await p.local(lambda: Value(caller.ask))
                 x.close()
             await asyncio.gather(*tasks)
             with pytest.raises(greensched.TooManySMs):
@@ -178,20 +178,20 @@ def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(asker: Asker) ->
     expected |= {"call", "call wrapper", "done callback", "progress", "local", "reference", "cost"}
     expected |= {"Requested", "Queued", "Granted", "Submitted", "Done", "Released", "Drained"}
     expected |= {"log DEBUG", "log ERROR", "log WARNING"}
-    assert expected <= set(asker.answered), expected - set(asker.answered)
-    assert [name for name, is_answered in asker.answered.items() if not is_answered] == []
+    assert expected <= set(caller.answered), expected - set(caller.answered)
+    assert [name for name, is_answered in caller.answered.items() if not is_answered] == []
 
 
 @pytest.mark.fault("I9")
-def test_a_value_is_closed_beside_a_pool_that_answers(asker: Asker) -> None:
+def test_a_value_is_closed_beside_a_pool_that_answers(caller: PoolCaller) -> None:
     """The end of an executor's values asks, and is answered, while the pool closes."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20") as pool:
-            asker.pool = pool
+            caller.pool = pool
             async with pool.partition(8) as p:
-                await p.local(lambda: Value(asker.ask))
+                await p.local(lambda: Value(caller.ask))
 
     asyncio.run(main())
-    assert asker.answered["local close"]
-    assert all(asker.answered.values())
+    assert caller.answered["local close"]
+    assert all(caller.answered.values())

@@ -297,7 +297,7 @@ async def _aclose(stage: Stage) -> None:
 
 
 def run(backend: Backend, name: str, cancel_at: int | None) -> Steps:
-    """Runs a scenario, cancelled at its n-th wait; then checks that all is as before."""
+    """Run a scenario, cancelled at its n-th wait; then check that all is as before."""
     before, main = SCENARIOS[name]
     clock = simulated.VirtualClock(seed=cancel_at or 0)
     driver = simulated.open("h200", clock=clock)

@@ -1,4 +1,4 @@
-"""What a loop that closed leaves behind goes to others: its requests, its leases, its work."""
+"""Requests, leases and work of a loop that closed are taken over by other loops."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_requests_that_wait_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.fault("D6")
 def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
-    """What a closed loop held drains in another loop's care, and not a moment before its work."""
+    """A lease of a closed loop ends through another loop, and not before its work."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
 
     async def take() -> Partition:
@@ -231,7 +231,7 @@ def test_requests_of_a_closed_loop_block_no_others(loops: Loops, sms: Any) -> No
 
 
 def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) -> None:
-    """A loop is granted what it asked for and closes before it hears of that: no SM is lost."""
+    """A loop whose request is granted closes before its task runs again: no SM is lost."""
     pool, served = Pool(driver="simulated:h200"), list[int]()
     held = pool.partition(ALL)
 

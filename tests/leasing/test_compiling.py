@@ -16,7 +16,7 @@ from helpers.devices import DEVICE
 
 
 class SlowCompiler:
-    """Compiles each program when told to."""
+    """Compile each program when told to."""
 
     def __init__(self) -> None:
         self.started = threading.Event()

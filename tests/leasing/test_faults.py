@@ -180,7 +180,7 @@ def test_a_fault_ends_the_pool_of_another_device(clock: Any) -> None:
 
 
 async def noticed(driver: simulated.SimulatedDriver) -> float:
-    """Leaves work to its fault; after how many seconds the pool knew."""
+    """Abandon work that fails; return after how many seconds the pool noticed."""
     pool = await opened(driver)
     with pytest.raises(greensched.DeviceLost):
         async with pool.partition(8) as p:
@@ -458,7 +458,7 @@ def leave_a_capture() -> None:
     stream.context.driver.begin_capture(stream.handle, CaptureMode.RELAXED)
 
 
-async def whole_road(driver: simulated.SimulatedDriver) -> None:
+async def whole_scenario(driver: simulated.SimulatedDriver) -> None:
     """Everything the pool does, once."""
     async with Pool(driver=driver) as pool:
         async with pool.partition(8) as p:
@@ -486,7 +486,7 @@ def fill_captured(b: greensched.Buffer) -> None:
     greensched.launch(call.stream, ONE, fill, b, 4.0, 8)
 
 
-async def graph_road(driver: simulated.SimulatedDriver) -> None:
+async def graph_scenario(driver: simulated.SimulatedDriver) -> None:
     """A graph, on the SMs it was captured on first and on others."""
     async with Pool(driver=driver, prepare=[fill]) as pool:
         async with pool.partitions(8, greensched.REST) as (p, q):
@@ -498,22 +498,22 @@ async def graph_road(driver: simulated.SimulatedDriver) -> None:
                     assert (await q.download(b))[0] == 4.0
 
 
-Road = Callable[[simulated.SimulatedDriver], Awaitable[None]]
+Scenario = Callable[[simulated.SimulatedDriver], Awaitable[None]]
 
 
-def calls_of(road: Road) -> dict[str, int]:
+def calls_of(scenario: Scenario) -> dict[str, int]:
     clock = simulated.VirtualClock()
     driver = simulated.open([SMALL_DEVICE], clock=clock)
-    clock.run(road, driver)
+    clock.run(scenario, driver)
     assert not driver.live()
     return dict(driver.script.calls)
 
 
-CALLS = calls_of(whole_road)
-#: Of the other road what is of graphs alone, and what a capture asks.
+CALLS = calls_of(whole_scenario)
+#: Calls of graphs alone, and those that a capture makes.
 GRAPH_CALLS = {
     verb: number
-    for verb, number in calls_of(graph_road).items()
+    for verb, number in calls_of(graph_scenario).items()
     if verb not in CALLS or verb in ("begin_capture", "end_capture", "is_capturing", "launch")
 }
 #: Verbs that end something: what they refuse to end stays alive, and is reported.
@@ -529,23 +529,23 @@ NEVER_FAIL = {"initialise", "current", "device_count", "device_facts", "resource
 @pytest.mark.fault("C1")
 @pytest.mark.parametrize("status", ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
 @pytest.mark.parametrize(
-    ("road", "verb"),
-    [(whole_road, verb) for verb in sorted(set(CALLS) - NEVER_FAIL)]
-    + [(graph_road, verb) for verb in sorted(GRAPH_CALLS)],
+    ("scenario", "verb"),
+    [(whole_scenario, verb) for verb in sorted(set(CALLS) - NEVER_FAIL)]
+    + [(graph_scenario, verb) for verb in sorted(GRAPH_CALLS)],
 )
 def test_every_driver_call_fails_in_turn(
-    road: Road, verb: str, status: str, caplog: pytest.LogCaptureFixture
+    scenario: Scenario, verb: str, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever call fails, on whatever road: a typed error or none, no hang, nothing lost."""
+    """Any call may fail, in any scenario: a typed error or none, no hang, nothing lost."""
     caplog.set_level(logging.WARNING, "greensched")
-    for nth in range(1, (CALLS if road is whole_road else GRAPH_CALLS)[verb] + 1):
+    for nth in range(1, (CALLS if scenario is whole_scenario else GRAPH_CALLS)[verb] + 1):
         caplog.clear()
         clock = simulated.VirtualClock()
         driver = simulated.open([SMALL_DEVICE], clock=clock, faults=[Fail(verb, nth, status)])
 
         async def main(driver: simulated.SimulatedDriver = driver) -> None:
             with anyio.fail_after(100):
-                await road(driver)
+                await scenario(driver)
 
         poisoned = False
         try:
@@ -560,7 +560,7 @@ def test_every_driver_call_fails_in_turn(
 
 
 def test_the_verbs_are_covered() -> None:
-    """The roads above call the driver's verbs, but for those that only other roads use."""
+    """The scenarios above make every driver call, but for those of other tests."""
     elsewhere = {"primary_state", "stream_address", "synchronize_stream",
                  "destroy_graph", "elapsed", "set_bytes", "copy",
                  "synchronize_context", "priority_range", "wait_value", "allow_shared",

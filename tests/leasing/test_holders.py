@@ -19,7 +19,7 @@ CLASSES = [ServiceClass("decode", priority=1), ServiceClass("capped", cap=8)]
 
 @pytest.fixture(params=["asyncio", "trio"])
 def warned(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Any:
-    """Runs a holder beside a request for 32 SMs, in virtual time; returns what was warned of."""
+    """Run a holder beside a request for 32 SMs, in virtual time; return what was warned of."""
     clock = simulated.VirtualClock()
     driver = simulated.open("h200", clock=clock)
 

@@ -28,7 +28,7 @@ MANY = 4 * AT_ONCE
 
 
 class Turns:
-    """Counts the turns of a loop, and how many tasks ended in each."""
+    """Count the turns of a loop, and how many tasks ended in each."""
 
     def __init__(self) -> None:
         self._number = 0

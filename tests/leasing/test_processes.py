@@ -37,7 +37,7 @@ going = threading.Event()
 
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a fresh interpreter; one that does not end fails at the test's limit."""
+    """Run a program in a fresh interpreter; one that does not end fails at the test's limit."""
     return subprocess.run(
         [sys.executable, *FLAGS, *flags, "-c", PRELUDE + textwrap.dedent(program)],
         capture_output=True,
@@ -48,7 +48,7 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def quiet(program: str, *flags: str) -> str:
-    """Runs a program that must end well and say nothing on stderr; returns what it printed."""
+    """Run a program that must end well and say nothing on stderr; return what it printed."""
     done = run(program, *flags)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -315,7 +315,7 @@ USES = {
 
 
 @pytest.mark.fault("D1")
-def test_a_forked_child_is_told() -> None:
+def test_a_forked_child_is_reported() -> None:
     """In a forked child every use of the parent's pool raises ForkedPool; the parent goes on."""
     uses = ", ".join(f"{name!r}: {use}" for name, use in USES.items())
     said = quiet(
@@ -352,7 +352,7 @@ def test_a_forked_child_is_told() -> None:
     assert alive == "[1. 1. 1. 1. 1. 1. 1. 1. 1. 1.]"
 
 
-def test_a_forked_child_that_leaves_the_block_is_told() -> None:
+def test_a_forked_child_that_leaves_the_block_is_reported() -> None:
     """The end of a block raises ForkedPool in a child, and takes nothing from the parent."""
     said = quiet(
         """

@@ -139,7 +139,7 @@ def test_granted_then_cancelled(race: Any) -> None:
 
 @pytest.mark.fault("A2")
 def test_cancelled_then_granted(race: Any) -> None:
-    """Cancelled in the queue and granted before it heard of that, a request gives all back."""
+    """Cancelled in the queue and granted before its task runs, a request gives all back."""
 
     async def script(race: Race) -> None:
         async with anyio.create_task_group() as tasks:
@@ -411,7 +411,7 @@ def test_two_closings_at_once(race: Any) -> None:
 
 @pytest.mark.fault("E1")
 def test_one_of_two_closings_is_cancelled(race: Any) -> None:
-    """The first closer's cancellation ends the grace, not the closing: the second hears its end."""
+    """The first closer's cancellation ends the grace, not the closing: the second one returns."""
 
     async def script(race: Race) -> None:
         pool, reports, scope = race.pool, list[CloseReport](), anyio.CancelScope()

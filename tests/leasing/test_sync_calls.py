@@ -44,7 +44,7 @@ def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyP
             thread.join()
 
 
-def test_a_loop_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block raises the reason instead of waiting, and the next one works."""
     pool = Pool(driver="simulated:h200")
 

@@ -34,7 +34,7 @@ FOUR_CELLS = replace(SMALL_DEVICE, gpcs=(8, 8, 8, 8))
 
 @pytest.fixture(params=["asyncio", "trio"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a coroutine function with a driver, in virtual time on each kind of loop."""
+    """Run a coroutine function with a driver, in virtual time on each kind of loop."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
     def run(main: Callable[[Any], Any], *faults: Fault) -> None:
@@ -189,7 +189,7 @@ def test_a_partition_can_be_used_again_when_its_work_has_ended(run: Any) -> None
     run(main)
 
 
-def test_all_that_stands_behind_it_is_told(run: Any) -> None:
+def test_all_that_stands_behind_it_is_reported(run: Any) -> None:
     """Copies, calls and done callbacks behind a hung kernel end with it, by their own names."""
 
     async def main(driver: Any) -> None:
@@ -399,7 +399,7 @@ def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
     clock.run(main)
 
 
-def test_a_waiter_on_another_loop_is_told() -> None:
+def test_a_waiter_on_another_loop_is_reported() -> None:
     """A task of another loop that awaits the job is told with the holder's."""
     driver = simulated.open([FOUR_CELLS], faults=[Hang("spin")])
 
@@ -442,7 +442,7 @@ def test_the_log_has_one_line_for_each_hang(run: Any, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("fault", [Hang("spin"), Crash("spin")])
 @pytest.mark.parametrize("policy", ["report", "terminate", "exit"])
-def test_the_exit_policy_ends_the_process_once_it_is_told(
+def test_the_exit_policy_ends_the_process_once_it_is_reported(
     fault: Fault, policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIGTERM, or an exit with status 74, behind the line in the log; of a lost device, too."""

@@ -50,7 +50,7 @@ Test = Callable[[Pool, list[Record]], Awaitable[None]]
 
 
 def run(test: Test, *, backend: Any = "asyncio", **options: Any) -> list[Record]:
-    """Runs a test with a watched pool in virtual time, and returns the records."""
+    """Run a test with a watched pool in virtual time, and return the records."""
     gpu, seen = SimGPU(), list[Record]()
     faults = options.pop("faults", ())
 
@@ -177,7 +177,7 @@ def test_a_lease_that_asks_again_is_another_request(way: str) -> None:
     assert granted[1].wait == pytest.approx(granted[1].time - again.time)
 
 
-def test_a_lost_device_is_told() -> None:
+def test_a_lost_device_is_reported() -> None:
     """The loss has a record, and the job that was lost with it."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:

@@ -97,7 +97,7 @@ def found(service: Service, *, minutes: float = 4, **options: Any) -> tuple[set[
 
 
 async def opened(pool: Pool, *loads: Service) -> None:
-    """Opens the pool, and tries again if that fails; has loads run until it ends."""
+    """Open the pool, and try again if that fails; let loads run until it ends."""
     while True:
         with suppress(GreenschedError):
             async with pool:

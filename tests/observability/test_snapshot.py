@@ -37,7 +37,7 @@ BATCH = ServiceClass("batch", preemptible=True, checkpoint_interval=0.010)
 
 
 def run(test: Callable[[Pool], Awaitable[None]], **options: Any) -> None:
-    """Runs a test with a timed pool in virtual time."""
+    """Run a test with a timed pool in virtual time."""
     gpu = SimGPU()
 
     async def main() -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(given: Any = True, *, times: int = 1) -> list[dict[str, Any]]:
-    """Opens and closes a pool, and returns what is read meanwhile, while the loop is blocked."""
+    """Open and close a pool, and return what is read meanwhile, while the loop is blocked."""
     gpu, read = SimGPU(), []
 
     async def main() -> None:

@@ -44,7 +44,7 @@ Test = Callable[[Pool], Awaitable[object]]
 
 
 def in_pool(test: Test, **options: Any) -> None:
-    """Runs a test with an open pool in virtual time."""
+    """Run a test with an open pool in virtual time."""
     gpu = SimGPU()
     faults, backend = options.pop("faults", ()), options.pop("backend", "asyncio")
 

@@ -31,7 +31,7 @@ def ask(scheduler: Scheduler, now: float, sms: Size, service: str = "", **more: 
     return scheduler.request(now, parse_sizes((sms,)), service=service, **more)  # type: ignore[arg-type]
 
 
-# -- the agenda against a list --------------------------------------------------------------------
+# -- the ledger against a list --------------------------------------------------------------------
 
 WORK = st.tuples(st.integers(0, 900), st.integers(1, 40))
 
@@ -41,27 +41,27 @@ def test_the_agenda_is_a_list_of_what_is_due(
     items: list[tuple[int, int]], asked: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """What is due by a time, and whether more fits in, is what adding it all up says."""
-    agenda, listed, now = DeadlineLedger(SMS), [], 0.0
+    ledger, listed, now = DeadlineLedger(SMS), [], 0.0
     for bucket, work in items:
         due = (bucket + 0.5) * BUCKET
-        listed.append((agenda.add(due, float(work) / 50), due, work / 50))
+        listed.append((ledger.add(due, float(work) / 50), due, work / 50))
         if data.draw(st.booleans()) and listed:
             place, _, gone = listed.pop(data.draw(st.integers(0, len(listed) - 1)))
-            agenda.remove(place, gone)
+            ledger.remove(place, gone)
         now += data.draw(st.sampled_from([0.0, 0.0, 0.003]))
-        agenda.advance(now)
+        ledger.advance(now)
     for bucket, work in asked:
         due = (max(bucket, int(now / BUCKET)) + 0.5) * BUCKET
         begin = int(due / BUCKET)
         expected = sum(w for place, _, w in listed if place <= begin)
-        assert agenda.due_by(due) == pytest.approx(expected)
+        assert ledger.due_by(due) == pytest.approx(expected)
         late = {place for place, _, _ in listed if place >= begin}
         slack = [
             SMS * (place * BUCKET - now) - sum(w for p, _, w in listed if p <= place) - work / 50
             for place in late
         ]
         if all(abs(one) > 1e-9 for one in slack):
-            assert agenda.has_room(now, due, work / 50) is all(one >= 0 for one in slack)
+            assert ledger.has_room(now, due, work / 50) is all(one >= 0 for one in slack)
 
 
 def test_a_deadline_beyond_all_time_is_one() -> None:

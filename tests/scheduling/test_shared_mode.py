@@ -99,11 +99,11 @@ def test_shared_and_exclusive_leases_never_coexist() -> None:
 def test_an_exclusive_request_is_not_overtaken_for_ever() -> None:
     """Once it has aged, the device is kept for it."""
     scheduler = make()
-    seats = [ask(scheduler, 0.0, 8, "bulk")]
+    shared = [ask(scheduler, 0.0, 8, "bulk")]
     apart = ask(scheduler, 0.0, 8, "plain")
-    seats.append(ask(scheduler, 0.019, 8, "bulk"))
+    shared.append(ask(scheduler, 0.019, 8, "bulk"))
     assert ask(scheduler, 0.020, 8, "bulk").state is GrantState.QUEUED
-    assert next(r for seat in seats for r in end(scheduler, 0.021, seat)) is apart
+    assert next(r for each in shared for r in end(scheduler, 0.021, each)) is apart
 
 
 def test_near_its_latency_a_class_has_devices_split() -> None:
@@ -157,17 +157,17 @@ def test_a_waiting_request_makes_an_elastic_lease_leave_shared_mode() -> None:
     assert lease.mask & apart.grants[0].mask == 0
 
 
-@pytest.mark.parametrize(("budget", "is_seat"), [(0.0, False), (0.002, False), (0.004, True)])
+@pytest.mark.parametrize(("budget", "is_shared_now"), [(0.0, False), (0.002, False), (0.004, True)])
 def test_an_owner_waits_for_shared_leases_no_longer_than_for_loans(
-    budget: float, is_seat: bool
+    budget: float, is_shared_now: bool
 ) -> None:
     """An exclusive owner of a reserve has its SMs back within its budget."""
     owner = ServiceClass("owner", reserve=16, max_wait_for_reserve=budget)
     bulk = ServiceClass("bulk", shared=True, preemptible=True)
     scheduler = make(owner, bulk)
     request = ask(scheduler, 0.0, 8, "bulk", duration=0.003)
-    assert request.grants[0].is_shared is is_seat
-    assert (ask(scheduler, 0.001, 16, "owner").state is GrantState.GRANTED) is not is_seat
+    assert request.grants[0].is_shared is is_shared_now
+    assert (ask(scheduler, 0.001, 16, "owner").state is GrantState.GRANTED) is not is_shared_now
 
 
 def test_a_capped_class_is_not_shared() -> None:
@@ -186,40 +186,40 @@ def test_leases_end_as_they_began() -> None:
     assert end(scheduler, 0.0, old) == [new]
 
 
-# -- the verdict -----------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------
 
 
-def see(verdict: SplitController, state: ClassState, now: float, near: int, others: int) -> bool:
-    changed = verdict.record(state, 0.001, others, now) if others else False
-    return verdict.record(state, 0.011, near, now) or changed if near else changed
+def see(controller: SplitController, state: ClassState, now: float, near: int, others: int) -> bool:
+    changed = controller.record(state, 0.001, others, now) if others else False
+    return controller.record(state, 0.011, near, now) or changed if near else changed
 
 
 def test_devices_stay_split_for_a_time_that_doubles() -> None:
-    """So that they are not split and whole in turns where that does not do."""
-    verdict, state, now, held = SplitController(), ClassState(QUICK), 0.0, []
+    """So that they are not split and merged in turns where neither is enough."""
+    controller, state, now, held = SplitController(), ClassState(QUICK), 0.0, []
     for _ in range(9):
-        assert see(verdict, state, now, ENOUGH, 0)
+        assert see(controller, state, now, ENOUGH, 0)
         began = now
-        while verdict.is_split:
+        while controller.is_split:
             now += HOLD / 4
-            see(verdict, state, now, 0, 1)
+            see(controller, state, now, 0, 1)
         held.append(now - began)
     assert held == [min(LONGEST, HOLD * 2**i) for i in (*range(1, 9), 9)]
     now += 2 * LONGEST
-    assert see(verdict, state, now, ENOUGH, 0)
-    assert see(verdict, state, now + HOLD, 0, 1), "after a long time it begins anew"
+    assert see(controller, state, now, ENOUGH, 0)
+    assert see(controller, state, now + HOLD, 0, 1), "after a long time it begins anew"
 
 
 def test_devices_are_not_split_where_that_was_worse() -> None:
     """More were near when they were split: it is tried again after a long time alone."""
-    verdict, state = SplitController(), ClassState(QUICK)
-    assert see(verdict, state, 0.0, ENOUGH, LOOK - 100)
-    assert see(verdict, state, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
+    controller, state = SplitController(), ClassState(QUICK)
+    assert see(controller, state, 0.0, ENOUGH, LOOK - 100)
+    assert see(controller, state, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
     for i in range(4):
-        assert not see(verdict, state, 2 * HOLD + i, ENOUGH, LOOK - ENOUGH)
-    assert see(verdict, state, 2 * HOLD + LONGEST + 4, ENOUGH, LOOK - ENOUGH)
+        assert not see(controller, state, 2 * HOLD + i, ENOUGH, LOOK - ENOUGH)
+    assert see(controller, state, 2 * HOLD + LONGEST + 4, ENOUGH, LOOK - ENOUGH)
 
 
-def test_a_class_without_a_latency_has_nothing_to_say() -> None:
+def test_a_class_without_a_latency_never_splits_a_device() -> None:
     """Nothing is ever too late for it."""
     assert not SplitController().record(ClassState(BULK), 1e9, 1000, 0.0)

@@ -71,7 +71,7 @@ def double(x: Any) -> Any:
 
 
 async def held(p: Partition, folder: Path, name: str = "job") -> None:
-    """Runs until it is cancelled, and says so."""
+    """Run until it is cancelled, and say so."""
     (folder / name).write_text(str(os.getpid()))
     try:
         await asyncio.Event().wait()
@@ -126,7 +126,7 @@ def cluster(ray_cluster: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def run(cluster: Any) -> Iterator[Callable[[Any], Any]]:
-    """Runs a coroutine on the one loop, which runs on, so that pools hear of it between tests."""
+    """Run a coroutine on the one loop, which runs on, so that pools hear of it between tests."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -40,7 +40,7 @@ ONE = 16
 
 
 def pool_maker(fault: Fault, sms: int) -> Callable[..., Pool]:
-    """Makes pools whose GPU fails in this way, in each process anew."""
+    """Make pools whose GPU fails in this way, in each process anew."""
 
     def make(devices: list[int]) -> Pool:
         model = simulated.PRESETS["h200"]

@@ -111,7 +111,7 @@ class Unsendable(Exception):
 
 
 @pytest.mark.parametrize("error", [Unsendable(1, 2), SystemExit(3), asyncio.CancelledError()])
-def test_what_cannot_be_raised_here_is_told(error: BaseException) -> None:
+def test_what_cannot_be_raised_here_is_reported(error: BaseException) -> None:
     """An error that cannot be pickled, or would end the caller's task or program, is JobFailed."""
     got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
     assert isinstance(got, greensched.JobFailed)
@@ -133,7 +133,7 @@ class Forged(Exception):
 
 
 @pytest.mark.parametrize("error", [Silent(), Forged()])
-def test_an_error_of_any_making_is_told(error: Exception) -> None:
+def test_an_error_of_any_making_is_reported(error: Exception) -> None:
     """It reaches the caller as itself, or as JobFailed; its outcome is never lost."""
     got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
     assert type(got) in (Silent, greensched.JobFailed)

@@ -66,7 +66,7 @@ async def serving(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
-    """Runs a program on the kind of loop that uvicorn would choose."""
+    """Run a program on the kind of loop that uvicorn would choose."""
     options = {"use_uvloop": request.param == "uvloop"}
     return lambda main: anyio.run(main, backend_options=options)
 
