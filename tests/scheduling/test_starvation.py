@@ -126,6 +126,20 @@ def test_a_lease_that_gave_way_is_expected_to_take_what_was_left(is_known: bool)
     assert scheduler.allocator.classes["high"].overrun_factor == pytest.approx(1.0)
 
 
+def test_a_lease_that_was_idle_is_expected_to_take_its_duration_again() -> None:
+    """What was left when it gave way earlier counts no more."""
+    scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH])
+    size, piece = SizeRange(72, 132), Curve(3.3, 132)
+    request = scheduler.request(0.0, (size,), service="high", duration=Curve(13.2, 132))
+    scheduler.request(0.0, (size,), service="high", duration=Curve(1.32, 132))
+    (other,) = scheduler.checkpoint(0.05, request.grants[0], piece)
+    scheduler.drained(0.06, other.grants[0])
+    (lease,) = request.grants
+    scheduler.drained(0.07, lease)
+    assert scheduler.ask_again(1.0, lease) == [request]
+    assert request.grants[0].ends == pytest.approx(1.0 + 3.3 / 132)
+
+
 def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_it_needs() -> None:
     """The other lease need not come to a checkpoint before it ends."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])

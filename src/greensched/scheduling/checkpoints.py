@@ -95,7 +95,8 @@ class Checkpoints:
     def _queue_again(self, request: Request, now: float) -> None:
         queue = self._queue
         request.arrived, request.order = now, queue.arrivals
-        request.holder, request.held_devices, request.gave_way = None, frozenset(), False
+        request.holder, request.held_devices = None, frozenset()
+        request.gave_way, request.pieces = False, 1.0
         latency = request.class_state.latency
         request.due, request.deadline = None if latency is None else now + latency, None
         # It keeps its grants if this raises.
