@@ -58,7 +58,7 @@ from engine import (
     sized_classes,
 )
 from engine import (
-    serve as serve,
+    serve as serve,  # for two_models
 )
 
 #: Seconds within which the first token has to come.

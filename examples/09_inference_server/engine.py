@@ -385,8 +385,7 @@ def sized(pool: Pool, model: Any, engine: Engine, sms: int, total: int) -> tuple
 
     A decode step has `sms`: a few sequences would gain nothing from more. Many have all SMs once
     no prompt has come for a while. A prompt has the SMs that are left, and all while no sequence
-    grows.
-    On all SMs one pass is submitted at a time, because the other place may need some after it.
+    grows. On all SMs one pass is submitted at a time, because the other place may need some next.
 
     Args:
         pool: with `sized_classes`.

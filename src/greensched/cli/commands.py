@@ -125,7 +125,7 @@ FACTORS = _Value("factors", _parse_factors, "is not a list of numbers above 0, s
 TARGETS = _Value(
     "targets", _parse_targets, "gives no seconds by class, such as first=0.5,between=0.05"
 )
-SECONDS = _Value("seconds", _parse_seconds, "is not a number above 0, and of at most 1000000")
+SECONDS = _Value("seconds", _parse_seconds, "is not a number above 0 and up to 1000000")
 FILE = click.Path(path_type=Path)
 
 Command = Callable[..., Any]

@@ -409,7 +409,7 @@ class _Call(Generic[T]):
             if not isawaitable(awaitable):
                 raise InvalidRequest(
                     f"pool.sync.call takes an async function, but {self._function!r} returned "
-                    f"{awaitable!r}: call a blocking function by `p.run`"
+                    f"{awaitable!r}: call a blocking function with `p.run`"
                 )
             value = await awaitable
         except BaseException as error:  # also an interrupt, which belongs to the caller
