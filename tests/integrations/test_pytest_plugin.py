@@ -167,12 +167,12 @@ async def test_it(sim_pool, sms, cells):
             async with p:
                 assert p.sm_count == 8
 
-@pytest.mark.parametrize("sms", [0, -8, 7, "16", 16.0, True, None])
+@pytest.mark.parametrize("sms", [0, -8, 7, 1026, 10**6, "16", 16.0, True, None])
 def test_nonsense(sim_pool, sms):
     with pytest.raises(greensched.InvalidRequest):
         sim_pool(sms=sms)
 """,
-        passed=12,
+        passed=14,
     )
 
 

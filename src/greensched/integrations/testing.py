@@ -27,13 +27,15 @@ DEFAULT_GPU = "h200"
 MOST_SPANS = 200
 #: SMs of each GPC in a GPU of another size: a multiple of 8, as many as the default GPU's or fewer.
 GPC = 16
+#: The most SMs of a simulated GPU: five times as many as the largest preset has.
+MOST_SMS = 1024
 
 
 class SimPool(Protocol):
     """The fixture `sim_pool`: makes a pool, not open yet, over its own simulated GPU.
 
     Args:
-        sms: The number of SMs of the GPU, a multiple of 2. Otherwise the GPU is an H200.
+        sms: The number of SMs of the GPU, even, at most 1024. Otherwise the GPU is an H200.
         faults: Faults to inject: `Fail`, `Slow`, `Hang`, `Crash` of `greensched.driver.simulated`.
         options: The options of `Pool`.
     """
@@ -301,8 +303,8 @@ def _model(sms: int) -> simulated.DeviceModel:
     usual = simulated.PRESETS[DEFAULT_GPU]
     if sms == usual.sm_count:
         return usual
-    if type(sms) is not int or sms < 2 or sms % 2:
-        raise InvalidRequest(f"sms={sms!r}: give an even number of SMs, at least 2")
+    if type(sms) is not int or not 2 <= sms <= MOST_SMS or sms % 2:
+        raise InvalidRequest(f"sms={sms!r}: give an even number of SMs from 2 to {MOST_SMS}")
     gpcs = [GPC] * (sms // GPC) + [sms % GPC] * (sms % GPC > 0)
     return replace(usual, name=f"{usual.name} of {sms} SMs", gpcs=tuple(gpcs))
 
