@@ -58,7 +58,7 @@ class OldLent(Lent):
 
 
 class Untyped:
-    """Bytes and no more, as a cuda.core Buffer is."""
+    """Bytes without a dtype, as in a cuda.core Buffer."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -574,7 +574,7 @@ def test_what_cannot_be_handed_out_says_so(backend: Backend) -> None:
 
 
 def test_a_stream_follows_anybodys(backend: Backend) -> None:
-    """`Stream.follow` takes what speaks `__cuda_stream__`, and refuses what is none."""
+    """`Stream.follow` takes objects with `__cuda_stream__`, and refuses all others."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:

@@ -47,7 +47,7 @@ NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8
 
 @pytest.mark.fault("B1")
 def test_what_is_no_size_is_refused_wherever_it_is_said(backend: Backend) -> None:
-    """Each way to ask for SMs refuses what is no size at once, and nothing is asked for."""
+    """Each way to request SMs refuses an invalid size at once, and queues nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool, untouched(pool):
@@ -74,7 +74,7 @@ TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, RES
 
 @pytest.mark.fault("B2")
 def test_more_than_there_ever_is_says_how_many_there_are(backend: Backend) -> None:
-    """More than a device has, alone or together, is refused at once and says the most it can."""
+    """A request for more than a device has is refused at once, and the error says the most."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -185,7 +185,7 @@ def test_devices_that_are_none_are_refused(backend: Backend) -> None:
 
 
 def test_an_option_of_a_pool_that_is_none_is_refused(backend: Backend) -> None:
-    """A policy or bound that is none is refused where the pool is made, and says what would be."""
+    """An invalid policy or bound is refused where the pool is made, with the valid ones."""
     for policy in ("lifo", ""):
         with pytest.raises(greensched.InvalidRequest, match="give one of fifo"):
             backend.pool(policy=policy)
@@ -340,7 +340,7 @@ def test_source_that_does_not_compile_is_told_with_its_line(backend: Backend) ->
 
 
 def test_a_kernel_without_a_meaning_cannot_be_simulated(backend: Backend) -> None:
-    """Simulated, a kernel without reference or cost is refused, and told how to get one.
+    """Simulated, a kernel without reference or cost is refused; the error says how to add one.
 
     On CUDA it needs neither.
     """
@@ -401,7 +401,7 @@ NO_DTYPES = {
 
 
 def test_a_dtype_that_cannot_be_is_refused_everywhere(backend: Backend) -> None:
-    """What device memory cannot hold is refused by each way into it, and says why."""
+    """An array that device memory cannot hold is refused by each call; the error says why."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -446,7 +446,7 @@ def test_what_is_no_buffer_is_refused(backend: Backend) -> None:
 
 
 def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
-    """Memory of one device is refused on another, by each use, and says whose it is."""
+    """Memory of one device is refused on another, by each use; the error names its device."""
 
     async def main() -> None:
         async with backend.pair() as pool, pool.partition(8, device=0) as p:

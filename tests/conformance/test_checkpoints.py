@@ -196,7 +196,7 @@ class Refusing:
 
 
 async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.Event:
-    """A lease of as much as there is gives some to another, until that is told to go."""
+    """A lease of all SMs gives some to another lease, until that one ends."""
     before, release = p._open_lease().executor, anyio.Event()
     tasks.start_soon(hold, pool, 8, release)
     await until(lambda: pool.statistics().waiting == 1)

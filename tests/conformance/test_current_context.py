@@ -246,7 +246,7 @@ def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> Non
 
 
 def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
-    """A context of its own waits as it was asked to; no flags and two ways to wait are refused."""
+    """A context waits as its flags say; no flags and two ways to wait are refused."""
     with opened(backend) as (device,):
         for flags in (
             ContextFlags.SCHED_AUTO,
@@ -570,7 +570,7 @@ def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None
 
 
 def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend) -> None:
-    """With green ones they are refused, both named, before the driver hears of it."""
+    """With green ones they are refused, both named, before any driver call."""
     with opened(backend) as (device,), ExitStack() as stack:
         own, other = (stack.enter_context(closing(Context.create(device))) for _ in range(2))
         green = stack.enter_context(closing(green_of(device)))

@@ -400,7 +400,7 @@ def test_what_cannot_be_captured_leaves_nothing(
 
 
 def test_it_may_fail_on_other_sms(backend: Backend) -> None:
-    """That is the launch's failure, told once; the next launch tries again."""
+    """That is the launch's failure, reported once; the next launch tries again."""
 
     async def main() -> None:
         async with backend.pool() as pool:

@@ -215,7 +215,7 @@ def test_a_call_returns_meanwhile(backend: Backend) -> None:
 
 
 def test_a_pool_is_well_meanwhile(backend: Backend) -> None:
-    """Its health is told without asking the driver what would wait."""
+    """Its health is read without a driver call that could wait."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -344,7 +344,7 @@ def test_a_member_of_a_joint_grant_is_not_entered_by_itself(backend: Backend) ->
 
 
 def test_pool_outside_its_life_is_refused(backend: Backend) -> None:
-    """A pool that is not open, or not any more, says so, and how to open it."""
+    """A pool that is not open, or closed, says so, and how to open it."""
 
     async def main() -> None:
         pool = backend.pool()

@@ -265,7 +265,7 @@ def test_children_end_with_their_context(backend: Backend) -> None:
 
 
 def test_nothing_is_launched_on_a_dead_stream(backend: Backend) -> None:
-    """A closed stream, one whose context is gone, and what is none are refused by `launch`."""
+    """`launch` refuses a closed stream, one whose context is gone, and any other object."""
     device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
     context = device.create_context(ContextOptions(resources=groups))

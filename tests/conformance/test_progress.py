@@ -65,7 +65,7 @@ def test_progress_is_told_on_the_loops_thread(
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_progress_comes_while_the_copy_runs(backend: Backend, copy: Copy) -> None:
-    """A large copy from or to an array is told of before it is whole."""
+    """A large copy from or to an array reports progress before it is complete."""
 
     async def main() -> None:
         seen: list[int] = []
@@ -91,7 +91,7 @@ def test_progress_comes_while_the_copy_runs(backend: Backend, copy: Copy) -> Non
 def test_a_long_copy_on_the_device_is_told_of_in_parts(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy inside a device that is listened to goes in parts, and arrives whole."""
+    """A copy inside a device with a progress callback goes in parts, and arrives whole."""
 
     async def main() -> None:
         told: list[int] = []
@@ -230,7 +230,7 @@ def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_a_progress_callback_may_ask_for_the_result(backend: Backend, copy: Copy) -> None:
-    """The callback that is told the end finds the job done, with its result."""
+    """The last progress callback finds the job done, with its result."""
 
     async def main() -> None:
         results: list[object] = []

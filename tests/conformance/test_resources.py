@@ -262,7 +262,7 @@ def test_the_output_of_a_split_is_not_split_again(device: Device) -> None:
 
 
 def test_a_context_needs_resources(device: Device) -> None:
-    """No options, no resources, or what is none, is a ValueError that says what is meant."""
+    """Missing or invalid options or resources raise a ValueError that says what is valid."""
     wrong: list[Any] = [
         None,
         [],

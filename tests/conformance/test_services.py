@@ -183,7 +183,7 @@ def test_a_request_for_reserved_sms_fails(backend: Backend) -> None:
 
 
 def test_reserves_that_do_not_fit_are_refused_at_opening(backend: Backend) -> None:
-    """A pool whose reserves are more than its devices have opens nothing, and says so."""
+    """A pool whose reserves exceed its devices opens nothing, and raises."""
 
     async def main() -> None:
         pool = backend.pool(services=[ServiceClass("decode", reserve=10**6)])

@@ -134,7 +134,7 @@ def test_errors_are_those_of_an_await(backend: Backend) -> None:
 
 
 def test_a_deadline_passes(backend: Backend) -> None:
-    """A thread that waits for SMs longer than it may is told."""
+    """A thread whose wait for SMs passes its deadline raises."""
     with opened(backend) as pool, pool.sync.partition(ALL):
 
         def ask() -> None:

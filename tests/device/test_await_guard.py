@@ -96,7 +96,7 @@ def test_a_held_context_is_told_with_both_places(device: Device, loop: str) -> N
 
 @LOOPS
 def test_a_block_in_a_helper_is_told_where_it_is_written(device: Device, loop: str) -> None:
-    """Held by a generator or an exit stack, a block is told where its `with` is written."""
+    """A block held by a generator or an exit stack is reported at its `with`."""
 
     @contextlib.contextmanager
     def helper() -> Iterator[None]:
@@ -226,7 +226,7 @@ def test_what_is_left_in_time_is_not_reported(device: Device, loop: str) -> None
 
 
 def test_a_callback_that_leaves_a_block_open_is_reported(device: Device) -> None:
-    """Without a task there is no await to name, and it is told all the same."""
+    """Without a task there is no await to name, and it is reported all the same."""
 
     async def main() -> None:
         with pytest.warns(HeldAcrossAwait, match="a callback"):

@@ -98,7 +98,7 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
     ],
 )
 def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
-    """The refusal says what there is."""
+    """The error says what there is."""
     with pytest.raises(InvalidRequest, match=message):
         parse(spec)
 
@@ -106,7 +106,7 @@ def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
 @pytest.mark.fault("I13")
 @pytest.mark.parametrize("spec", ["h200x99999", "h200x65", "h200x60+t4x5", "h200x999999999"])
 def test_a_machine_has_no_more_devices_than_a_host(spec: str) -> None:
-    """The refusal comes before anything is made, and says how many there may be."""
+    """The error is raised before anything is made, and says how many there may be."""
     with pytest.raises(InvalidRequest, match="a simulated machine has at most 64"):
         parse(spec)
     assert len(parse("h200x60+t4x4")[0]) == 64

@@ -202,7 +202,7 @@ def test_a_first_launch_counts_what_was_launched_before_it(machine: Machine) -> 
 
 
 def test_asking_for_parameters_is_a_first_use(machine: Machine) -> None:
-    """Of a kernel that was never used it may block, and so is refused on a loop; then no more."""
+    """It may block before the first use of a kernel, so it is refused on a loop until then."""
     kernel = machine.kernel("fresh", loaded=False)
 
     async def on_loop() -> object:
@@ -261,7 +261,7 @@ def test_a_first_use_comes_again_with_a_new_primary(machine: Machine) -> None:
 
 
 def test_a_kernel_without_reference_or_cost_cannot_run(machine: Machine) -> None:
-    """It says which is missing, and how to give it."""
+    """The error says which is missing, and how to give it."""
     driver = machine.driver
     bare = KernelSpec("bare", ())
     with_reference = KernelSpec("half", (), reference=lambda launch: None)

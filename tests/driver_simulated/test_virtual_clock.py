@@ -189,7 +189,7 @@ def test_a_loop_is_not_woken_for_the_phases_of_a_kernel(make: Make) -> None:
 
 
 def test_only_a_loop_of_the_clock_can_be_told(machine: Machine) -> None:
-    """Outside of `clock.run` no loop can be told, and the refusal says what to do."""
+    """Outside of `clock.run` no loop can be woken, and the error says what to do."""
     with pytest.raises(DriverMisuse, match=r"clock\.run\(main\)"):
         machine.driver.subscribe(lambda: None)
     assert machine.driver.spin_budget == 0.0
@@ -480,7 +480,7 @@ def test_a_foreign_thread_lets_a_foreign_thread_go_on(machine: Machine) -> None:
 
 
 def test_a_loop_cannot_run_inside_a_worker(machine: Machine) -> None:
-    """A thread that takes turns already cannot take them for a loop too, and is told so."""
+    """A thread that takes turns already cannot take them for a loop too, and raises."""
 
     async def main() -> None:
         pass

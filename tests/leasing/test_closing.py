@@ -89,7 +89,7 @@ def test_closed_while_an_executor_is_made(backend: Any, seed: int) -> None:
 
 
 class Contended:
-    """A lock that tells when a thread had to wait for it."""
+    """A lock that reports when a thread had to wait for it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock

@@ -98,7 +98,7 @@ def test_a_dead_driver_is_told_beside_a_hung_kernel(
 def test_whichever_call_of_a_poller_fails_tells_a_lost_device(
     clock: str, loop: str, call: str, status: str
 ) -> None:
-    """A call of a poller that fails is told as the loss of the device, though nothing waits.
+    """A failing call of a poller is reported as the loss of the device, though nothing waits.
 
     Were it raised instead, the timer of the loop would end: on trio the whole program would.
     """

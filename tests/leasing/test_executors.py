@@ -305,7 +305,7 @@ def test_a_thread_that_cannot_leave_its_context_tells_that_the_device_is_lost(
 @pytest.mark.fault("C1", "C3")
 @pytest.mark.parametrize("status", ["INVALID_VALUE", "ILLEGAL_ADDRESS"])
 def test_a_thread_that_cannot_enter_its_context_once_hides_nothing(status: str) -> None:
-    """A passing failure is tried again; that of a lost device is the cause that all are told."""
+    """A passing failure is tried again; a lost device is the cause of every later error."""
     driver = simulated.open("h20", clock=simulated.VirtualClock())
 
     async def main() -> None:

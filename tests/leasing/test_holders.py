@@ -136,7 +136,7 @@ def test_a_lease_that_is_held_very_long_is_named_once(
 
 
 def test_places_are_told_where_they_are_noted(recwarn: pytest.WarningsRecorder) -> None:
-    """A partition that is used after its end, or forgotten, is told with where it was taken."""
+    """An error of a partition that ended, or was forgotten, says where it was taken."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20", hang_after=1000) as pool:

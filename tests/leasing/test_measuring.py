@@ -85,7 +85,7 @@ def test_the_tail_is_kept_apart() -> None:
 
 
 def test_a_curve_is_kept_as_json(tmp_path: Path) -> None:
-    """What is loaded answers as what was saved; what is no curve is refused."""
+    """A loaded curve equals the saved one; a file without a curve is refused."""
     saved = LatencyCurve({8: [0.004, 0.005], 16: [0.002, 0.004]})
     saved.save(tmp_path / "curve.json")
     loaded = LatencyCurve.load(tmp_path / "curve.json")

@@ -108,7 +108,7 @@ async def nothing(_: Pool, __: Any) -> None:
 def test_the_end_of_many_waiters_takes_many_turns(
     act: Callable[..., Awaitable[None]], error: str, options: dict[str, Any]
 ) -> None:
-    """Each of thousands is told, at most a few hundred in one turn."""
+    """Thousands of tasks are resumed, at most a few hundred in one turn."""
     turns = serve(act, **options)
     assert turns.errors == {error: MANY}
     assert max(turns.ended.values()) <= AT_ONCE

@@ -239,7 +239,7 @@ def test_a_failure_at_the_end_is_shown() -> None:
 
 @pytest.mark.fault("D5")
 def test_a_loop_may_close_with_a_pool_open() -> None:
-    """A loop that closes with the pool open, an open lease and work in flight says nothing."""
+    """A loop that closes with an open pool, an open lease and work in flight prints nothing."""
     said = quiet(
         """
         import logging
@@ -535,7 +535,7 @@ def test_a_cached_lease_is_not_granted_in_a_child() -> None:
      "pool.aclose()", "greensched.Pool(driver='simulated:h200').open()"],
 )  # fmt: skip
 def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
-    """Whatever another thread held at the moment of the fork, a child is told and never hangs."""
+    """Whatever lock another thread held at the fork, a child raises and never hangs."""
     said = quiet(
         IN_A_CHILD
         + textwrap.dedent(
@@ -568,7 +568,7 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
 def test_forks_beside_busy_threads_are_answered(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """While threads of the pool work, a child is told at once, whatever they hold at the fork."""
+    """While threads of the pool work, a child raises at once, whatever they hold at the fork."""
     number = rounds(20)
     said = quiet(
         IN_A_CHILD

@@ -62,21 +62,21 @@ def test_a_driver_of_the_wrong_kind_is_refused(driver: Any) -> None:
     ids=repr,
 )
 def test_services_and_policies_of_the_wrong_kind_are_refused(options: Any) -> None:
-    """What is no service class or no policy is refused where the pool is made."""
+    """An invalid service class or policy is refused where the pool is made."""
     with pytest.raises(greensched.InvalidRequest):
         Pool(driver="simulated:h200", **options)
 
 
 @pytest.mark.parametrize("deadline", ["1", [1.0], True], ids=repr)
 def test_a_deadline_of_the_wrong_kind_is_refused(deadline: Any) -> None:
-    """A deadline that is no number raises InvalidRequest, not TypeError."""
+    """A deadline that is not a number raises InvalidRequest, not TypeError."""
     with pytest.raises(greensched.InvalidRequest, match="deadline"):
         Pool(driver="simulated:h200").partition(8, deadline=deadline)
 
 
 @pytest.mark.parametrize("service", [[], {}, 5], ids=repr)
 def test_a_service_of_the_wrong_kind_is_refused(service: Any) -> None:
-    """A service that is no name raises InvalidRequest, not TypeError."""
+    """A service that is not a name raises InvalidRequest, not TypeError."""
     with pytest.raises(greensched.InvalidRequest, match="service"):
         Pool(driver="simulated:h200").partition(8, service=service)
 

@@ -120,7 +120,7 @@ class World:
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_interrupt_in_a_policy_loses_no_sm(method: str, interrupt: type[BaseException]) -> None:
-    """The decision is completed, all of its grants are told, and then the interrupt is raised."""
+    """The decision is completed, all of its grants are delivered, then the interrupt is raised."""
 
     def hook(_: Any) -> None:
         raise interrupt

@@ -55,7 +55,7 @@ def test_every_device_can_be_verified(gpcs: tuple[int, ...], seen: list[Any]) ->
 def test_what_ran_elsewhere_is_not_verified(
     claims: Callable[[tuple[int, ...]], Iterable[int]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that was on fewer or more SMs than its partition has, or on another's, is told."""
+    """A kernel on fewer or more SMs than its partition has, or on another's, is reported."""
 
     def claim(launch: Any, seen: Any, _ns: Any) -> None:
         for sm in claims(launch.sms):

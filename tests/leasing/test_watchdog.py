@@ -62,7 +62,7 @@ async def hang(pool: Pool, sms: int = 8, **options: Any) -> DeviceHung:
 
 @pytest.mark.fault("C9")
 def test_waiters_are_told_at_the_limit(run: Any) -> None:
-    """The waiter of a hung kernel is told at the exact time, with all facts; others are served."""
+    """The waiter of a hung kernel raises at the exact time, with all facts; others are served."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver, services=[ServiceClass("decode")])
@@ -400,7 +400,7 @@ def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
 
 
 def test_a_waiter_on_another_loop_is_reported() -> None:
-    """A task of another loop that awaits the job is told with the holder's."""
+    """A task of another loop that awaits the job raises together with the holder's."""
     driver = simulated.open([FOUR_CELLS], faults=[Hang("spin")])
 
     async def main() -> None:

@@ -62,7 +62,7 @@ def test_a_lease_that_could_not_go_on_does_not_give_way() -> None:
 
 
 def test_a_request_queued_again_that_can_never_be_granted_is_rejected() -> None:
-    """A lease that had given its SMs back for a while is told that it cannot go on."""
+    """A lease that had given its SMs back for a while is rejected when it cannot go on."""
     scheduler = make(ServiceClass("low"))
     (lease,) = ask(scheduler, (48, 64), "low").grants
     assert scheduler.drained(1.0, lease) == []

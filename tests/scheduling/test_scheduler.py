@@ -321,7 +321,7 @@ def test_cancelling_a_granted_request_changes_nothing() -> None:
 
 
 def test_deadlines() -> None:
-    """`tick` tells whose deadline passed while queued, once, and `next_deadline` when to come."""
+    """`tick` returns each expired request once, and `next_deadline` says when to call it."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL, deadline=1.0)
     late = ask(scheduler, 0.0, 8, deadline=3.0)
