@@ -252,6 +252,45 @@ async def test_an_error_of_a_generator_is_raised_as_it_is(sim_pool: SimPool) -> 
             await call(service(pool, endpoint))
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(greensched.QueueFull(3, 0.2), 429), (greensched.PoolLost("f/0", "x"), 503)],
+)
+async def test_an_error_before_the_first_bytes_has_its_own_status(
+    sim_pool: SimPool, error: Exception, status: int
+) -> None:
+    """Nothing has been sent by then, so the client gets no 200."""
+
+    async def fails(p: Partition) -> AsyncGenerator[bytes]:
+        await asyncio.sleep(0.01)
+        yield b""
+        raise error
+
+    async with sim_pool() as pool:
+
+        async def endpoint(request: Request) -> Response:
+            return asgi.LeaseStream(pool.partition(16), fails)
+
+        sent = await call(service(pool, endpoint))
+        assert [message["status"] for message in sent if "status" in message] == [status]
+
+
+async def test_a_stream_of_nothing_is_a_whole_response(sim_pool: SimPool) -> None:
+    """Its headers are sent at its end."""
+
+    async def nothing(p: Partition) -> AsyncGenerator[bytes]:
+        return
+        yield
+
+    async with sim_pool() as pool:
+
+        async def endpoint(request: Request) -> Response:
+            return asgi.LeaseStream(pool.partition(16), nothing)
+
+        sent = await call(service(pool, endpoint))
+    assert (sent[0]["status"], sent[-1]["more_body"], body_of(sent)) == (200, False, b"")
+
+
 @pytest.mark.parametrize("options", [{"buffer": 0}, {"patience": -1}, {"patience": float("nan")}])
 async def test_bounds_of_a_stream_are_checked(sim_pool: SimPool, options: Any) -> None:
     """A bound that makes no sense is refused before anything is queued."""

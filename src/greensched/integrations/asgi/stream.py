@@ -28,9 +28,9 @@ class LeaseStream(Response):
 
         return asgi.LeaseStream(pool.partition(16, deadline=0.5), parts, media_type="text/plain")
 
-    The lease is taken before the headers are sent, so `PoolErrors` can answer a refusal by the pool
-    with 429, 503 or 504. A `StreamingResponse` whose generator takes the lease has already sent 200
-    by then.
+    The headers are sent with the first bytes of the generator. So `PoolErrors` can answer a refusal
+    by the pool, or an error before these bytes, with 429, 503 or 504, and an error of another kind
+    is 500. A `StreamingResponse` whose generator takes the lease has already sent 200 by then.
 
     The generator runs at most `buffer` bytes ahead of the client. A slow client does
     not keep the SMs: once the generator has waited for the client for `patience` seconds in all, it
@@ -79,11 +79,15 @@ class LeaseStream(Response):
         has_begun = False
 
         async def send_parts(block: anyio.CancelScope) -> None:
+            nonlocal has_begun
             start = {"type": "http.response.start", "status": self.status_code}
+            part = await parts.take()
+            has_begun = True
             try:
                 await send({**start, "headers": self.raw_headers})
-                while (part := await parts.take()) is not None:
+                while part is not None:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
+                    part = await parts.take()
                 if not parts.is_cut:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
             except OSError:  # raised by ASGI 2.4 servers when the client has left
@@ -92,7 +96,6 @@ class LeaseStream(Response):
         try:
             async with while_connected(Request(scope, receive)), open_task_group() as tasks:
                 async with self._partition as p:
-                    has_begun = True
                     tasks.start_soon(send_parts, tasks.cancel_scope)
                     await self._fill(parts, p)
                 parts.close()
