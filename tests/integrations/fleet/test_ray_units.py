@@ -841,6 +841,17 @@ def tended(
         asyncio.run(main())
 
 
+def test_a_fleet_on_a_cluster_without_gpus_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its jobs would wait until their deadlines for a pool that cannot start."""
+    monkeypatch.setattr(gpus, "SETTLED_S", -1.0)
+
+    async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
+        raise AssertionError("the fleet has opened")
+
+    with pytest.raises(greensched.NoPool, match="no node of the Ray cluster has the resource GPU"):
+        tended(None, test, nodes=0)
+
+
 def test_a_lost_node_leaves_no_surplus_pool() -> None:
     """A fleet of all GPUs gives up the pool of a lost one, and starts one on the next that joins.
 

@@ -52,11 +52,16 @@ def check_free(pools: int) -> None:
     Blocks on Ray.
 
     Raises:
-        NoPool: Fewer GPUs are free.
+        NoPool: Fewer GPUs are free, or the cluster has none.
     """
     until = time.monotonic() + SETTLED_S
     while (available := free()) < pools:
         if time.monotonic() > until:
+            if not count():
+                raise NoPool(
+                    "no node of the Ray cluster has the resource GPU, which a pool needs: add a "
+                    "node with a GPU, or start Ray where it finds one"
+                )
             raise NoPool(
                 f"{pools} more pools need {pools} free GPUs, and {available} of the {count()} in "
                 "the cluster are free: add nodes, end what uses the others, or give pools= for "

@@ -85,7 +85,7 @@ class Supervisor:
         """Add a program, and start missing pools, unless the fleet is stopped.
 
         Raises:
-            NoPool: There are not enough free GPUs.
+            NoPool: There are not enough free GPUs, or none for a first pool.
         """
         self._programs[program] = time.monotonic()
         async with self._filling:
@@ -94,7 +94,7 @@ class Supervisor:
             if self._tending is None:
                 self._pools = await asyncio.to_thread(find_pools, self._name)
                 self._tending = asyncio.create_task(self._tend())
-            missing = await self._missing()
+            missing = max(await self._missing(), 0 if self._pools else 1)
             await asyncio.to_thread(gpus.check_free, missing)
             await self._start(missing)
         self._programs[program] = time.monotonic()  # that may have taken long
