@@ -61,6 +61,8 @@ from greensched import REST, Pool
 
 #: Serve the chat's engine and that of the texts.
 Serve = Callable[[Engine, Engine], Awaitable[None]]
+#: The stream with the highest priority.
+URGENT = "urgent chat"
 #: Texts that are being read at a time.
 READING = 8
 #: What a run counts: requests in time, and all.
@@ -107,7 +109,7 @@ class Pair:
 
         Fair: the graphs were captured on that stream, so each of their kernels has the priority.
         """
-        yield self._on_streams("chat, first", "texts", budget, most)
+        yield self._on_streams(URGENT, "texts", budget, most)
 
     @asynccontextmanager
     async def turns(self, budget: int, most: int) -> AsyncIterator[Serve]:
@@ -150,8 +152,8 @@ class Pair:
     async def sized(self, sms: int, budget: int) -> AsyncIterator[Serve]:
         """greensched: leases that change with the load.
 
-        The chat has `sms` SMs beside texts and all SMs while there are none, and so has each text
-        all that the chat does not need.
+        The chat has `sms` SMs beside texts, and all once no text has come for a while. Texts have
+        the SMs that are left, and all while the chat is idle.
         """
         services = sized_classes(sms, self.sms)
         async with Pool(driver=self.driver, services=services) as pool:
@@ -190,7 +192,7 @@ class Pair:
     def _place(self, stream: str, budget: int, make: Callable[[], Any], ahead: int) -> Place:
         """Return the place with these graphs; make it, and its stream, at the first use."""
         if stream not in self._streams:
-            priority = -5 if stream.endswith("first") else 0
+            priority = -5 if stream == URGENT else 0
             self._streams[stream] = Stream(partial(use_stream, 0, priority))
         if (stream, budget) not in self._places:
             self._places[stream, budget] = self._streams[stream].place(make, ahead)

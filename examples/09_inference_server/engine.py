@@ -134,8 +134,10 @@ class Engine:
         self._free = list(reversed(range(shape.slots)))
         self._news = asyncio.Event()
         self._failure: Exception | None = None
-        #: Seconds that a prompt takes, on average; when there was a prompt last.
-        self._reading_time = self._had_prompts = 0.0
+        #: Seconds that a prompt takes, on average.
+        self._reading_time = 0.0
+        #: When a pass last began or ended while there were prompts.
+        self._prompts_seen_at = 0.0
 
     # -- for clients -------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ class Engine:
     @property
     def is_quiet(self) -> bool:
         """Whether no prompt has waited or been read for a while."""
-        return not self.has_prompts and time.monotonic() - self._had_prompts > QUIET
+        return not self.has_prompts and time.monotonic() - self._prompts_seen_at > QUIET
 
     @property
     def can_read(self) -> bool:
@@ -280,7 +282,7 @@ class Engine:
                 sequences.remove(sequence)
                 self._free.append(sequence.slot)
         if self.has_prompts:
-            self._had_prompts = time.monotonic()
+            self._prompts_seen_at = time.monotonic()
         self._news.set()
 
     def _drop_cancelled(self) -> None:

@@ -166,7 +166,7 @@ def test_a_step_of_many_sequences_has_all_sms(growing: int, quiet: float, sms: i
         async with Pool(driver="simulated:h100", services=engine.sized_classes(24, 132)) as pool:
             serving = engine.Engine(model.shape, max_waiting=1)
             serving.growing = [engine.Sequence([1], 2) for _ in range(growing)]
-            serving._had_prompts = time.monotonic() - quiet
+            serving._prompts_seen_at = time.monotonic() - quiet
             decode, _ = engine.sized(pool, model, serving, 24, 132)
             async with decode() as turn:
                 await turn.run(engine.Batch())

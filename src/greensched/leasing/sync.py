@@ -356,6 +356,9 @@ class SyncPool(Uncopyable):
 
         With `SyncPartition.partition` the function can use everything that the pool offers to
         tasks. It counts as the calling thread; tasks that it starts count as tasks.
+
+        Raises:
+            InvalidRequest: The function is not async.
         """
         self._check()
         with self._loop_runs():
