@@ -45,6 +45,16 @@ def test_no_request_waits_beyond_its_turn(policy: str, seed: int) -> None:
     assert not {"starved", "overdue"} & {*faults(program, policy, partitions(program))}
 
 
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [("fifo", 403967), ("fifo", 406209), ("fifo", 401839), ("fair", 405685), ("sized", 410678)],
+)
+def test_a_wait_for_an_aged_request_or_its_own_class_is_no_fault(policy: str, seed: int) -> None:
+    """Leases with a known end delay an aged request, and requests the later ones of their class."""
+    program = draw(seed)
+    assert faults(program, policy, partitions(program)) == []
+
+
 def test_a_request_that_others_overtake_for_ever_is_overdue() -> None:
     """Without ageing a request for all SMs waits while smaller ones never leave them all free."""
 
