@@ -60,7 +60,10 @@ class HolderWatch:
     def warnings(self, now: float, leases: Iterable[Lease], firsts: Iterable[Request]) -> list[str]:
         """Return a warning for each holder not warned since its last checkpoint.
 
-        `firsts` are those that have waited for `MOST_S`, of the first requests of each line.
+        Args:
+            now: The time in seconds.
+            leases: All leases of the pool.
+            firsts: The first request of each line of the queue, where it has waited for `MOST_S`.
         """
         waiting = [request for request in firsts if _may_have_more(request)]
         devices = {device for request in waiting for device in request.devices}

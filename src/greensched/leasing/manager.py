@@ -702,7 +702,7 @@ class LeaseManager:
         return TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - now))
 
     def _holder_warnings_locked(self, now: float) -> list[str]:
-        """Return new warnings about holders that keep requests waiting; once in `MOST_S`."""
+        """Return new warnings about holders that keep requests waiting, once in `MOST_S`."""
         if now < self._holders_due:
             return []
         self._holders_due = now + MOST_S
