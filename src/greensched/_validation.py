@@ -39,6 +39,13 @@ def is_number(value: object) -> bool:
     return not math.isnan(as_float(value))
 
 
+def reason(error: Exception) -> str:
+    """Return in words why a file cannot be read or has wrong content."""
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return getattr(error, "strerror", None) or str(error)
+
+
 def as_tuple(value: Any) -> tuple[Any, ...] | None:
     """Return the elements of an iterable; None for anything else, such as a 0-d array."""
     try:

@@ -112,3 +112,43 @@ def test_sizes_and_their_times_are_checked() -> None:
     for sizes, seconds in (((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1,), (0.0,))):
         with pytest.raises(InvalidRequest, match="give rising sizes"):
             SpeedupCurve("x", (1,), (1.0,), sizes=sizes, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "Expecting"), ('{"mine": {}}', "no 'ms'"), (None, "No such file")],
+)
+def test_an_unreadable_table_is_explained_in_words(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    """The error says what is wrong with the file, without the name of an exception."""
+    path = tmp_path / "tables.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        load(path)
+    assert "Error" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "Expecting"), ("{}", "no 'classes'"), (None, "No such file")],
+)
+def test_an_unreadable_file_of_classes_is_explained_in_words(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    """The error says what is wrong with the file, without the name of an exception."""
+    path = tmp_path / "classes.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        services(str(path))
+    assert "Error" not in str(caught.value)
+
+
+def test_an_unknown_attribute_of_a_class_names_the_known_ones(tmp_path: Path) -> None:
+    """They are listed as words, not as a list of Python."""
+    path = tmp_path / "classes.json"
+    path.write_text('{"classes": {"search": {"sms": 8}}}')
+    with pytest.raises(InvalidRequest, match="give some of batch, blocks, cap, "):
+        services(str(path))

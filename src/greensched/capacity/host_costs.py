@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from greensched._validation import reason
 from greensched.errors import InvalidRequest
 
 #: The 99th percentile of a normal distribution, in standard deviations.
@@ -81,5 +82,5 @@ def load(path: Path) -> HostCosts:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
-            f"{path}: give the file that `greensched measure --host` writes: {error!r}"
+            f"{path}: give the file that `greensched measure --host` writes: {reason(error)}"
         ) from error

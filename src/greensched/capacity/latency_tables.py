@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from greensched._validation import reason
 from greensched.device.launch import LaunchConfig
 from greensched.errors import InvalidRequest
 from greensched.typing import Cost
@@ -197,7 +198,7 @@ def load(path: Path) -> dict[str, SpeedupCurve]:
     ) as error:  # fmt: skip
         raise InvalidRequest(
             f"{path} is not a table of curves, such as "
-            f'{{"mine": {{"sms": [8, 16], "ms": [2, 1]}}}}: {error!r}'
+            f'{{"mine": {{"sms": [8, 16], "ms": [2, 1]}}}}: {reason(error)}'
         ) from error
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from greensched._validation import reason
 from greensched.errors import InvalidRequest
 
 
@@ -63,7 +64,7 @@ def read(path: Path) -> list[Arrival]:
             else:
                 arrivals = [_arrival(path, i, row) for i, row in enumerate(csv.DictReader(file), 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidRequest(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise InvalidRequest(f"{path}: {reason(error)}") from error
     if not arrivals:
         raise InvalidRequest(f"{path} has no request: give a trace with at least one")
     arrivals.sort(key=lambda arrival: arrival.at)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from greensched._validation import reason
 from greensched.capacity.latency_tables import CURVES, SpeedupCurve
 from greensched.capacity.traffic import Traffic
 from greensched.errors import InvalidRequest
@@ -200,7 +201,7 @@ def services(spec: str, tables: Mapping[str, SpeedupCurve] = CURVES) -> dict[str
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(
             f"services {spec!r}: neither {' nor '.join(SERVICES)}, nor a file of "
-            f'{{"classes": {{name: {{"role": ..., "curve": ...}}}}}}: {error!r}'
+            f'{{"classes": {{name: {{"role": ..., "curve": ...}}}}}}: {reason(error)}'
         ) from error
     return _validate(profiles)
 
@@ -212,7 +213,8 @@ def _service(
     unknown = sorted(entry.keys() - known)
     if unknown:
         raise InvalidRequest(
-            f"class {name!r}: unknown attributes {', '.join(unknown)}: give some of {sorted(known)}"
+            f"class {name!r}: unknown attributes {', '.join(unknown)}: give some of "
+            f"{', '.join(sorted(known))}"
         )
     curve = tables.get(str(entry.get("curve")))
     if curve is None:
