@@ -681,11 +681,16 @@ class NoPool(GreenschedError, RuntimeError):
 
 
 class FleetTimeout(DeadlineExceeded):
-    """The deadline of a fleet's job passed before its reply came. The job may have run."""
+    """The deadline of a fleet's job passed before its reply came.
 
-    def __init__(self, deadline: float) -> None:
+    The job may have run if `was_sent`; otherwise no pool was free for it, and it never started.
+    """
+
+    def __init__(self, deadline: float, *, was_sent: bool = True) -> None:
         super().__init__(deadline)
-        self.args = (f"no reply within its deadline of {deadline:g} s; it may have run",)
+        self.was_sent = was_sent
+        outcome = "it may have run" if was_sent else "it was sent to no pool, and never started"
+        self.args = (f"no reply within its deadline of {deadline:g} s; {outcome}",)
 
 
 class VersionSkew(GreenschedError, RuntimeError):

@@ -373,6 +373,7 @@ def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> N
         with pytest.raises(greensched.FleetTimeout) as caught:
             await fleet.submit(held, tmp_path, sms=8, deadline=0.2)
         assert caught.value.deadline == 0.2
+        assert caught.value.was_sent
         await remaining((tmp_path / "job ended").exists)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(fleet.submit(held, tmp_path, "again", sms=8), 0.2)

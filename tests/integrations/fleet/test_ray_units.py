@@ -26,6 +26,7 @@ from greensched.integrations import asgi
 from greensched.integrations.ray import balancing, gpus, pool_actor, protocol, registry, supervisor
 from greensched.integrations.ray import connection as connections
 from greensched.integrations.ray.connection import CALLS, PoolConnection
+from greensched.integrations.ray.fleet import Fleet
 from greensched.integrations.ray.remote_client import RemoteClient
 
 
@@ -189,6 +190,24 @@ def test_services_answer_for_a_fleet() -> None:
         for error in (full, lost, none, late)
     }
     assert list(answers.values()) == [[429], [503], [503], [504]]
+
+
+def test_a_job_that_was_never_sent_has_not_started() -> None:
+    """At its deadline a job that found no pool is told that it never started."""
+
+    async def main() -> None:
+        fleet = Fleet("f")
+        fleet._registry = types.SimpleNamespace(  # type: ignore[assignment]
+            is_open=True, most={"f/0": 132}, connections={}, wait_for_change=asyncio.Event().wait
+        )
+        with pytest.raises(greensched.FleetTimeout, match="never started") as caught:
+            await fleet.submit(len, (), sms=8, deadline=0.001)
+        assert not caught.value.was_sent
+        with pytest.raises(greensched.FleetTimeout, match="never started"):
+            async with fleet.partition(8, deadline=0.001):
+                pass
+
+    asyncio.run(main())
 
 
 # -- a caller's end of a line -----------------------------------------------------------------

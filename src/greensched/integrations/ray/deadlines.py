@@ -32,13 +32,18 @@ async def result_of(outcome: Outcome, pool: str) -> Any:
     return protocol.unpack_value(outcome.value)
 
 
-def reply_within(deadline: float | None) -> AbstractAsyncContextManager[None]:
-    """Return a block that raises `FleetTimeout` after this many seconds; None: never."""
-    return nullcontext() if deadline is None else _timeout(deadline)
+def reply_within(
+    deadline: float | None, was_sent: Callable[[], bool] = lambda: True
+) -> AbstractAsyncContextManager[None]:
+    """Return a block that raises `FleetTimeout` after this many seconds; None: never.
+
+    `was_sent` says then whether the message was sent to a pool.
+    """
+    return nullcontext() if deadline is None else _timeout(deadline, was_sent)
 
 
 @asynccontextmanager
-async def _timeout(deadline: float) -> AsyncIterator[None]:
+async def _timeout(deadline: float, was_sent: Callable[[], bool]) -> AsyncIterator[None]:
     scope = asyncio.timeout(deadline)
     try:
         async with scope:
@@ -46,7 +51,7 @@ async def _timeout(deadline: float) -> AsyncIterator[None]:
     except TimeoutError:
         if not scope.expired():
             raise
-        raise FleetTimeout(deadline) from None
+        raise FleetTimeout(deadline, was_sent=was_sent()) from None
 
 
 def remaining(deadline: float | None) -> Callable[[], float | None]:

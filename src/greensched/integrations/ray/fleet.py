@@ -179,7 +179,7 @@ class Fleet:
             TooManySMs: No pool of the fleet is large enough. Nothing was sent.
             QueueFull: Every suitable pool is full; `retry_after` is the shortest of theirs.
             NoPool: No pool can take the job now.
-            FleetTimeout: The deadline passed; the job may have run.
+            FleetTimeout: The deadline passed; the job may have run if `was_sent`.
             PoolLost, DeviceLost: The job's pool was lost; the job may have run.
             InvalidRequest: An argument is invalid or cannot be sent.
             Others: Errors of the job, and of `Pool.partition`.
@@ -187,11 +187,14 @@ class Fleet:
         needed, left = protocol.least_sms(sms), remaining(deadline)
         if idempotent and deadline is None:
             raise InvalidRequest("idempotent=True retries until the deadline: give deadline=")
-        async with reply_within(deadline):
+        was_sent = False
+        async with reply_within(deadline, lambda: was_sent):
             work = await protocol.pack_job(self._functions, job, args)
             held = await _held(work) if work.refs else {}
 
             def message(number: int) -> Message:
+                nonlocal was_sent
+                was_sent = True
                 return Message(
                     "run",
                     number,
@@ -234,7 +237,7 @@ class Fleet:
                     "open", number, sms=sms, deadline=left(), service=service, duration=duration
                 )
 
-            async with reply_within(deadline):
+            async with reply_within(deadline, lambda: session > 0):
                 connection, count = await self._serve(message, needed, {}, left, may_repeat=True)
             return connection, session, count
 
