@@ -35,6 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -602,6 +603,8 @@ class Search:
         return cls(arm, int(target), float(start or 12))
 
 
+#: Arms on partitions of a pool. The others are on streams of torch.
+POOL_ARMS = {"split", "leased", "sized"}
 #: What is searched by default, the most important first.
 DEFAULT = """
 chunked:512@20=30 split:32@20=30 sized:32@20=28 chunked:160@12=18 split:64@12=18 sized:64@12=16
@@ -759,6 +762,16 @@ async def check(bench: Bench, report: Report) -> None:
         report.fail("overhead")
 
 
+def require_torch(options: argparse.Namespace) -> None:
+    """End the program with one line if it needs torch, which is not installed."""
+    arms = {wanted.arm.partition(":")[0] for wanted in options.search}
+    if find_spec("torch") is None and not (options.small and arms <= POOL_ARMS):
+        sys.exit(
+            "this needs torch: pip install torch; without it only --small with --search of the "
+            "arms split and sized runs"
+        )
+
+
 def load(options: argparse.Namespace) -> list[Bench]:
     """Return the benchmark's model with its driver, once on each device."""
     if options.small:
@@ -807,6 +820,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     options = parser().parse_args()
+    require_torch(options)
     report = Report(options.json, options.seconds)
     began = time.perf_counter()
     benches = load(options)

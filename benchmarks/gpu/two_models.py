@@ -50,6 +50,7 @@ from benchmarks.gpu.engine import (
     held,
     leased,
     poisson,
+    require_torch,
     search,
     serve,
     served,
@@ -351,6 +352,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     options = parser().parse_args()
+    require_torch(options)
     report = Report(options.json, options.seconds)
     began = time.perf_counter()
     pair = load(options)

@@ -68,6 +68,9 @@ class Small:
     def prefill_graphs(self) -> Small:
         return self
 
+    def all_graphs(self) -> Small:
+        return self
+
     def fused_graphs(self, _: int) -> Small:
         return self
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu import two_models
+from benchmarks.gpu import engine, two_models
 from benchmarks.gpu.engine import SIMULATED, Arrival
 
 SMS = 132
@@ -93,6 +94,18 @@ def test_the_program_reports_runs_and_knees(
     assert found["runs"][0]["rate"] == 4
     assert found["knees"][0]["arm"] == "split:40:24"
     assert "texts/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", [engine, two_models])
+@pytest.mark.parametrize("arguments", [[], ["--small"]])
+def test_without_torch_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, program: Any, arguments: list[str]
+) -> None:
+    """A program whose arms need torch ends before it loads a model."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("sys.argv", ["program", *arguments])
+    with pytest.raises(SystemExit, match=r"^this needs torch: pip install torch;.*$"):
+        program.main()
 
 
 def test_the_default_names_arms() -> None:
