@@ -114,11 +114,9 @@ test-standin: $(VENV)/.ready standin-built
 
 # On the stand-in these libraries keep what they created until the process ends, so the account is not
 # read afterwards. No adapter knows of a driver's version, so one version shows what they do there.
-# Ray's GPUs are simulated. Tests on Ray wait for most of their time: two processes run a file each,
-# each process on a cluster of its own. ARGS="-n0" runs one process.
+# Ray's GPUs are simulated.
 test-integrations: $(OTHERS)/.ready $(if $(STANDIN),standin-built)
-	$(OTHERS)/bin/python -m pytest -n 2 --dist loadfile \
-	  tests/integrations/gpu_libraries tests/integrations/fleet $(ARGS)
+	$(OTHERS)/bin/python -m pytest tests/integrations/gpu_libraries tests/integrations/fleet $(ARGS)
 ifneq ($(STANDIN),)
 	GREENSCHED_STANDIN_LIB=$(abspath $(BUILT)/build) LD_LIBRARY_PATH=$(abspath $(BUILT)/build) \
 	STUBCUDA_DRIVER_VERSION=13000 \
