@@ -30,14 +30,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.lib.report import Report, clocks, smi
 from greensched import ALL, REST, Pool
@@ -792,18 +792,59 @@ def load(options: argparse.Namespace) -> list[Bench]:
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.engine", description=__doc__.split("\n")[0]
-    )
+def parser(program: str, text: str, run: float, searched: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks of knees have in common.
+
+    Args:
+        program: the module.
+        text: what it does.
+        run: seconds of a run by default.
+        searched: what is searched by default.
+    """
+    made = argparse.ArgumentParser(prog=f"python -m {program}", description=text)
     made.add_argument("--seconds", type=float, default=520, help="for everything")
-    made.add_argument("--run", type=float, default=8, help="seconds of arrivals in a run")
+    made.add_argument("--run", type=float, default=run, help="seconds of arrivals in a run")
     made.add_argument("--seeds", type=int, default=1, help="runs at each rate")
     made.add_argument(
         "--search", type=Search.parse, nargs="*", metavar="ARM@MS=RATE",
-        default=[Search.parse(text) for text in DEFAULT.split()],
+        default=[Search.parse(each) for each in searched.split()],
     )  # fmt: skip
+    made.add_argument("--small", action="store_true", help="small models in numpy, simulated")
+    made.add_argument("--json", type=Path, metavar="FILE")
+    made.add_argument("--plot", type=Path, metavar="FILE")
+    return made
+
+
+#: What a benchmark of knees measures: its models with their arms.
+Loaded = TypeVar("Loaded")
+
+
+def measure(
+    options: argparse.Namespace,
+    load: Callable[[argparse.Namespace], Loaded],
+    search: Callable[[Loaded, Report, float], Coroutine[Any, Any, None]],
+    draw: Callable[[dict[str, Any], Path], None],
+) -> int:
+    """Load models, search knees, and write and draw what was found; return the exit status.
+
+    `search` is given what `load` returns, the report, and by what lengths are multiplied.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    require_torch(options)
+    report = Report(options.json, options.seconds)
+    began = time.perf_counter()
+    loaded = load(options)
+    report.put("machine", smi("name,driver_version,power.limit,clocks.max.sm"))
+    print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
+    asyncio.run(search(loaded, report, 0.1 if options.small else 1.0))
+    if options.plot is not None and "runs" in report.found:
+        draw(report.found, options.plot)
+    report.close()
+    return int(bool(report.found["errors"]))
+
+
+def main() -> int:
+    made = parser("benchmarks.gpu.engine", __doc__.split("\n")[0], 8, DEFAULT)
     made.add_argument("--trace", type=Path, help="a file of Azure's trace; default: at random")
     made.add_argument("--model", help="as of the inference server")
     made.add_argument(
@@ -811,39 +852,20 @@ def parser() -> argparse.ArgumentParser:
         help="serve a model on each of the first N devices, in one process; rates are of all",
     )  # fmt: skip
     made.add_argument("--check", action="store_true", help="measure passes first")
-    made.add_argument("--small", action="store_true", help="a small model in numpy, simulated")
-    made.add_argument("--json", type=Path, metavar="FILE")
-    made.add_argument("--plot", type=Path, metavar="FILE")
-    return made
+    options = made.parse_args()
 
+    async def everything(benches: list[Bench], report: Report, scale: float) -> None:
+        def arrivals(rate: float, seed: int) -> list[Arrival]:
+            if options.trace is not None:
+                return replayed(options.trace, rate, options.run, seed)
+            return poisson(rate, options.run, seed, scale)
 
-def main() -> int:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    options = parser().parse_args()
-    require_torch(options)
-    report = Report(options.json, options.seconds)
-    began = time.perf_counter()
-    benches = load(options)
-    report.put("machine", smi("name,driver_version,power.limit,clocks.max.sm"))
-    print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
-    scale = 0.1 if options.small else 1.0
-
-    def arrivals(rate: float, seed: int) -> list[Arrival]:
-        if options.trace is not None:
-            return replayed(options.trace, rate, options.run, seed)
-        return poisson(rate, options.run, seed, scale)
-
-    async def everything() -> None:
         if options.check:
             await check(benches[0], report)
         cost = options.run + FIRST + 3
         await knees(benches, options.search, arrivals, options.seeds, report, cost)
 
-    asyncio.run(everything())
-    if options.plot is not None and "runs" in report.found:
-        draw(report.found, options.plot)
-    report.close()
-    return int(bool(report.found["errors"]))
+    return measure(options, load, everything, draw)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -49,15 +47,16 @@ from benchmarks.gpu.engine import (
     green_stream,
     held,
     leased,
+    measure,
+    parser,
     poisson,
-    require_torch,
     search,
     serve,
     served,
     sized_classes,
     use_stream,
 )
-from benchmarks.lib.report import Report, clocks, smi
+from benchmarks.lib.report import Report, clocks
 from greensched import REST, Pool
 
 #: Serve the chat's engine and that of the texts.
@@ -234,13 +233,11 @@ plain:160:256@20=12 plain:128:128@20=12 priority:128:384@20=6 plain:128:384@20=4
 """
 
 
-async def knees(
-    pair: Pair, searches: list[Search], options: argparse.Namespace, report: Report, scale: float
-) -> None:
+async def knees(pair: Pair, report: Report, scale: float, *, options: argparse.Namespace) -> None:
     """Search all knees, as far as the time suffices; report each run."""
     runs: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
-    for what in searches:
+    for what in options.search:
         if report.left < 4 * (options.run + FIRST + 3) * options.seeds:
             print(f"no time is left for {what}", flush=True)
             return
@@ -330,40 +327,11 @@ def load(options: argparse.Namespace) -> Pair:
     return Pair(load_model(), load_model(slots=READING), "cuda", sms)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.two_models", description=__doc__.split("\n")[0]
-    )
-    made.add_argument("--seconds", type=float, default=520, help="for everything")
-    made.add_argument("--run", type=float, default=6, help="seconds of arrivals in a run")
-    made.add_argument("--seeds", type=int, default=1, help="runs at each rate")
-    made.add_argument("--chat", type=float, default=6, help="requests of the chat in a second")
-    made.add_argument(
-        "--search", type=Search.parse, nargs="*", metavar="ARM@MS=RATE",
-        default=[Search.parse(text) for text in DEFAULT.split()],
-    )  # fmt: skip
-    made.add_argument("--small", action="store_true", help="small models in numpy, simulated")
-    made.add_argument("--json", type=Path, metavar="FILE")
-    made.add_argument("--plot", type=Path, metavar="FILE")
-    return made
-
-
 def main() -> int:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    options = parser().parse_args()
-    require_torch(options)
-    report = Report(options.json, options.seconds)
-    began = time.perf_counter()
-    pair = load(options)
-    report.put("machine", smi("name,driver_version,power.limit,clocks.max.sm"))
-    print(f"loaded in {time.perf_counter() - began:.1f} s; {report.found['machine']}", flush=True)
-    scale = 0.1 if options.small else 1.0
-    asyncio.run(knees(pair, options.search, options, report, scale))
-    if options.plot is not None and "runs" in report.found:
-        draw(report.found, options.plot)
-    report.close()
-    return int(bool(report.found["errors"]))
+    made = parser("benchmarks.gpu.two_models", __doc__.split("\n")[0], 6, DEFAULT)
+    made.add_argument("--chat", type=float, default=6, help="requests of the chat in a second")
+    options = made.parse_args()
+    return measure(options, load, partial(knees, options=options), draw)
 
 
 if __name__ == "__main__":
