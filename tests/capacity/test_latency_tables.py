@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,34 +116,23 @@ def test_sizes_and_their_times_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [("{", "Expecting"), ('{"mine": {}}', "no 'ms'"), (None, "No such file")],
-)
-def test_an_unreadable_table_is_explained_in_words(
-    tmp_path: Path, content: str | None, said: str
+    ("read", "content", "said"),
+    [
+        *((read, content, said) for read in (load, lambda path: services(str(path)))
+          for content, said in (("{", "Expecting"), (None, "No such file"))),
+        (load, '{"mine": {}}', "no 'ms'"),
+        (lambda path: services(str(path)), "{}", "no 'classes'"),
+    ],
+)  # fmt: skip
+def test_an_unreadable_file_is_explained_in_words(
+    tmp_path: Path, read: Callable[[Path], object], content: str | None, said: str
 ) -> None:
     """The error says what is wrong with the file, without the name of an exception."""
-    path = tmp_path / "tables.json"
+    path = tmp_path / "given.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(InvalidRequest, match=said) as caught:
-        load(path)
-    assert "Error" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("{", "Expecting"), ("{}", "no 'classes'"), (None, "No such file")],
-)
-def test_an_unreadable_file_of_classes_is_explained_in_words(
-    tmp_path: Path, content: str | None, said: str
-) -> None:
-    """The error says what is wrong with the file, without the name of an exception."""
-    path = tmp_path / "classes.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(InvalidRequest, match=said) as caught:
-        services(str(path))
+        read(path)
     assert "Error" not in str(caught.value)
 
 
