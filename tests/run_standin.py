@@ -3,10 +3,11 @@
     python tests/run_standin.py FOLDER [pytest arguments]
 
 FOLDER holds its libcuda.so.1. The driver versions run side by side, and each suite once on each, in
-a process of its own, whose words are printed when it has ended. Afterwards nothing may be alive,
-nothing misused, and no thread may have been left with a context it did not start with. In the
-conformance suite, whose main thread runs the loops, no driver call may have blocked that thread
-for long; the other one tests the driver itself, also where it blocks.
+a process of its own. What a process printed is shown when all have ended, a failed one's last: of a
+long log often only the end is kept. Afterwards nothing may be alive, nothing misused, and no thread
+may have been left with a context it did not start with. In the conformance suite, whose main thread
+runs the loops, no driver call may have blocked that thread for long; the other one tests the driver
+itself, also where it blocks.
 """
 
 from __future__ import annotations
@@ -31,17 +32,27 @@ MOST_NS = 5_000_000
 
 def main(folder: str, *arguments: str) -> int:
     with ThreadPoolExecutor() as versions:
-        passed = versions.map(partial(run, folder, arguments), VERSIONS)
-        return 0 if all(list(passed)) else 1
+        runs = list(versions.map(partial(run, folder, arguments), VERSIONS))
+    for _, printed in sorted(runs, key=lambda run: run[0], reverse=True):
+        print(printed)
+    return 0 if all(passed for passed, _ in runs) else 1
 
 
-def run(folder: str, arguments: tuple[str, ...], version: int) -> bool:
-    """Whether the suites pass on one driver version, up to the first that does not."""
-    return all(passes(folder, arguments, version, suite) for suite in SUITES)
+def run(folder: str, arguments: tuple[str, ...], version: int) -> tuple[bool, str]:
+    """Run the suites on one version, up to the first that fails; return what they printed, too."""
+    texts = []
+    for suite in SUITES:
+        passed, printed = run_suite(folder, arguments, version, suite)
+        texts.append(printed)
+        if not passed:
+            return False, "\n".join(texts)
+    return True, "\n".join(texts)
 
 
-def passes(folder: str, arguments: tuple[str, ...], version: int, suite: str) -> bool:
-    """Whether one suite does, and leaves a clean account."""
+def run_suite(
+    folder: str, arguments: tuple[str, ...], version: int, suite: str
+) -> tuple[bool, str]:
+    """Return whether one suite passes and leaves a clean account, and what it printed."""
     with tempfile.TemporaryDirectory() as work:
         report = Path(work, "report.json")
         environment = os.environ | {
@@ -55,11 +66,9 @@ def passes(folder: str, arguments: tuple[str, ...], version: int, suite: str) ->
             command, env=environment, check=False, text=True, stdout=PIPE, stderr=STDOUT
         )
         if done.returncode:
-            print(done.stdout)
-            return False
+            return False, done.stdout
         said, is_clean = judge(version, suite, json.loads(report.read_text()))
-        print(f"{done.stdout}\n{said}", flush=True)  # at once, or the other's would be in between
-        return is_clean
+        return is_clean, f"{done.stdout}\n{said}"
 
 
 def judge(version: int, suite: str, report: dict[str, Any]) -> tuple[str, bool]:

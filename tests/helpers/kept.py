@@ -9,7 +9,8 @@ from greensched.driver.interface import Driver
 
 def destroy_kept(driver: Driver) -> None:
     """Destroy every kept green context and stream, which nothing uses any more."""
-    for device in range(driver.device_count()):
+    # The devices come from what is kept: a test that opened no pool has not initialised the driver.
+    for device in {key[1] for key in driver.kept._contexts}:
         kept = [context for key, context in driver.kept._contexts.items() if key[1] == device]
         driver.kept.forget(device)
         for context in kept:
