@@ -16,10 +16,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-#: The oldest that pyproject.toml allows. numpy 1.26 has no wheels for 3.13 and later; the oldest
-#: there is the first that has.
-OLDEST = ["cuda-bindings==13.0.*", "anyio==4.5.*", "click==8.1.*", "rich==13.0.*"]
-OLDEST_NUMPY = {"3.11": "1.26.*", "3.12": "1.26.*", "3.13": "2.1.*", "3.14": "2.3.*"}
+#: The oldest that pyproject.toml allows, and that this Python allows: numpy 1.26 has no wheels for
+#: 3.13 and later, and 3.14 warns of the source of anyio before 4.10, which fails the tests.
+OLDEST = ["cuda-bindings==13.0.*", "click==8.1.*", "rich==13.0.*"]
+OLDEST_BY_PYTHON = {
+    "3.11": ["numpy==1.26.*", "anyio==4.5.*"],
+    "3.12": ["numpy==1.26.*", "anyio==4.5.*"],
+    "3.13": ["numpy==2.1.*", "anyio==4.5.*"],
+    "3.14": ["numpy==2.3.*", "anyio==4.10.*"],
+}
 TOOLS = ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "trio", "hypothesis"]
 TOOLS += ["perfetto", "pytest-randomly", "uvloop"]
 QUICK = [
@@ -31,7 +36,7 @@ QUICK = [
 def pythons() -> dict[str, str]:
     """Each Python that runs here, by version: of the path, else pyenv's."""
     found = {}
-    for version in OLDEST_NUMPY:
+    for version in OLDEST_BY_PYTHON:
         of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
         for path in filter(None, [shutil.which(f"python{version}"), *map(str, of_pyenv)]):
             if subprocess.run([path, "-V"], capture_output=True, check=False).returncode == 0:
@@ -71,10 +76,10 @@ def main() -> int:
         for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"):
             shutil.copy(ROOT / name, tree)
         here = pythons()
-        for version in OLDEST_NUMPY.keys() - here.keys():
+        for version in OLDEST_BY_PYTHON.keys() - here.keys():
             print(f"Python {version}: not on this machine, not tried")
         for version, python in here.items():
-            oldest = [*OLDEST, f"numpy=={OLDEST_NUMPY[version]}"]
+            oldest = [*OLDEST, *OLDEST_BY_PYTHON[version]]
             for name, pins in (("newest", []), ("oldest", oldest)):
                 print(f"Python {version}, {name} dependencies", flush=True)
                 problem = tried(wheel, python, pins, Path(tree))
