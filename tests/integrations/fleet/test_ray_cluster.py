@@ -218,7 +218,7 @@ def execute(text: str, cluster: Any) -> str:
 
 
 def test_a_job_runs_on_some_gpu(fleet: Fleet, run: Any) -> None:
-    """Coroutines have the partition, blocking functions are called; both results come back."""
+    """A coroutine function gets the partition, a blocking function is called; both return."""
 
     async def sms(p: Partition, x: int) -> tuple[int, int]:
         await p.launch(LaunchConfig(grid=1, block=32), spin, 1000)
@@ -230,7 +230,7 @@ def test_a_job_runs_on_some_gpu(fleet: Fleet, run: Any) -> None:
 
 
 def test_each_gpu_has_a_pool_of_its_own(fleet: Fleet, run: Any) -> None:
-    """Pools are processes of their own, each with the one GPU that Ray gave it; all get work."""
+    """Each pool is a process with the one GPU that Ray assigned to it, and every pool gets jobs."""
 
     async def where(p: Partition) -> tuple[int, Any, str | None]:
         context = ray.get_runtime_context()
@@ -248,7 +248,7 @@ def test_each_gpu_has_a_pool_of_its_own(fleet: Fleet, run: Any) -> None:
 
 
 def test_what_a_job_raises_is_raised(fleet: Fleet, run: Any) -> None:
-    """As it is, with the traceback of where it ran; and the pool goes on."""
+    """The caller gets the job's exception with its remote traceback, and the pool keeps serving."""
     with pytest.raises(ZeroDivisionError) as caught:
         run(fleet.submit(lambda: 1 / 0, sms=8))
     assert "1 / 0" in caught.value.__notes__[0]
@@ -258,7 +258,7 @@ def test_what_a_job_raises_is_raised(fleet: Fleet, run: Any) -> None:
 
 
 def test_what_can_never_be_is_refused_here(fleet: Fleet, run: Any) -> None:
-    """Before Ray is asked, which would wait without a word."""
+    """Invalid requests are refused in the client, because Ray would wait for ever."""
     for sms, kind in ((SMS + 1, greensched.TooManySMs), (0, greensched.InvalidSize)):
         with pytest.raises(kind):
             run(fleet.submit(pid, sms=sms, deadline=5))
@@ -271,7 +271,7 @@ def test_what_can_never_be_is_refused_here(fleet: Fleet, run: Any) -> None:
 def test_gpus_that_are_not_free_are_not_waited_for(
     fleet: Fleet, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second fleet has the GPU that is left, and is refused two: Ray would wait for ever."""
+    """A second fleet gets the GPU that is free; a request for two is refused at once."""
     monkeypatch.setattr(gpus, "SETTLED_S", LATE)
 
     async def main() -> None:
@@ -290,7 +290,7 @@ def test_gpus_that_are_not_free_are_not_waited_for(
 
 
 def test_it_runs_on_uvloop(fleet: Fleet, cluster: Any) -> None:
-    """A caller's loop may be uvloop, as Serve's are."""
+    """The caller's loop may be uvloop, as in Ray Serve."""
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> int:
@@ -304,7 +304,7 @@ def test_it_runs_on_uvloop(fleet: Fleet, cluster: Any) -> None:
 
 
 def test_large_arrays_go_by_reference(fleet: Fleet, run: Any) -> None:
-    """They, and objects of Ray's store, arrive whole and read-only; large results come back."""
+    """Large arrays and Ray's references arrive whole and read-only, and large results return."""
 
     async def main() -> None:
         large = np.arange(1 << 19, dtype=np.float64)
@@ -321,7 +321,7 @@ def test_large_arrays_go_by_reference(fleet: Fleet, run: Any) -> None:
 
 
 def test_jobs_go_where_their_data_is(fleet: Fleet, run: Any) -> None:
-    """A result left where it is, by ray.put, brings the next job to its node, every time."""
+    """A job runs on the node that holds its argument, which an earlier job stored by `ray.put`."""
 
     async def leave(p: Partition) -> Any:
         return ray.put(np.ones(1 << 20))
@@ -346,7 +346,7 @@ def test_jobs_go_where_their_data_is(fleet: Fleet, run: Any) -> None:
 
 
 def test_a_cancellation_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Cancelled, a running job is cancelled in its pool, a queued one never runs."""
+    """Cancelling a running job cancels it in its pool; a cancelled job in the queue never runs."""
 
     async def main() -> None:
         jobs = [
@@ -367,7 +367,7 @@ def test_a_cancellation_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) 
 
 
 def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Not answered by its deadline, a job is told so and cancelled there, as by wait_for."""
+    """A job without a reply by its deadline raises FleetTimeout and is cancelled in its pool."""
 
     async def main() -> None:
         with pytest.raises(greensched.FleetTimeout) as caught:
@@ -386,7 +386,7 @@ def test_a_deadline_reaches_the_gpu(fleet: Fleet, run: Any, tmp_path: Path) -> N
 def test_a_dead_caller_reaches_the_gpu(
     fleet: Fleet, run: Any, tmp_path: Path, cluster: Any
 ) -> None:
-    """A program that is killed while its job runs is missed, and its job is cancelled."""
+    """If a program is killed while its job runs, the pool cancels the job."""
     text = f"""
     async with Fleet("shared", None) as fleet:
         await fleet.submit(held, {str(tmp_path / "job")!r}, sms=16)
@@ -405,7 +405,7 @@ async def until_there(path: Path) -> None:
 
 
 def test_a_full_fleet_says_so_at_once(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Jobs beyond what all pools run and queue are refused, with when to come again; none waits."""
+    """Jobs beyond what all pools run and queue are refused at once, with `retry_after`."""
 
     async def main() -> None:
         room = 3 * (1 + WAITING)
@@ -436,13 +436,13 @@ def test_a_full_fleet_says_so_at_once(fleet: Fleet, run: Any, tmp_path: Path) ->
 
 @pytest.mark.fault("E4")
 def test_an_idempotent_job_is_tried_again(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Its process dies under it, and it is answered by another run, within its deadline."""
+    """If the pool's process dies, an idempotent job runs again and is answered by its deadline."""
     assert run(fleet.submit(dies, tmp_path, 1, sms=8, deadline=30, idempotent=True)) == 2
 
 
 @pytest.mark.fault("E4")
 def test_any_other_runs_once(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Its process dies under it: that is told, and it was not run again."""
+    """If the pool's process dies, any other job raises PoolLost and does not run again."""
     with pytest.raises(greensched.PoolLost) as caught:
         run(fleet.submit(dies, tmp_path, 1, sms=8, deadline=30))
     assert caught.value.pool.startswith("shared/")
@@ -452,7 +452,7 @@ def test_any_other_runs_once(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 def test_what_ends_every_pool_is_given_up(
     fleet: Fleet, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idempotent job that pools do not survive is not tried on and on."""
+    """An idempotent job that kills every pool is given up after three of them."""
     monkeypatch.setattr(fleets, "MOST_LOSSES", 2)
     with pytest.raises(greensched.PoolLost):
         run(fleet.submit(dies, tmp_path, 99, sms=8, deadline=50, idempotent=True))
@@ -460,7 +460,7 @@ def test_what_ends_every_pool_is_given_up(
 
 
 def test_a_spoilt_pool_leaves_its_process(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """A device fault is told as such; Ray replaces the process, and jobs run there again."""
+    """After a device fault the caller gets the error, and Ray replaces the process."""
 
     async def processes() -> set[int]:
         return {one.pid for one in (await fleet.health()).values() if one is not None}
@@ -483,13 +483,13 @@ def test_a_spoilt_pool_leaves_its_process(fleet: Fleet, run: Any, tmp_path: Path
 
 
 def test_a_job_survives_a_spoilt_pool(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """If it is idempotent: by another pool."""
+    """An idempotent job whose pool has a device fault is answered by another pool."""
     assert run(fleet.submit(spoils, tmp_path, 1, sms=8, deadline=30, idempotent=True))
     assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_killed_actor_is_back(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """ray.kill runs no clean-up: the job is lost, is told so, and the pool is back by itself."""
+    """After `ray.kill` the job raises PoolLost, and Ray restarts the pool without help."""
 
     async def main() -> None:
         job = asyncio.create_task(fleet.submit(held, tmp_path, sms=8))
@@ -508,7 +508,7 @@ def test_a_killed_actor_is_back(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 
 
 def test_a_blocked_pool_is_seen(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """A job that blocks its pool's loop delays health by nothing, and other jobs go elsewhere."""
+    """A job that blocks its pool's loop does not delay `health`, and new jobs go to other pools."""
 
     async def main() -> None:
         job = asyncio.create_task(fleet.submit(blocks, tmp_path, sms=8))
@@ -532,7 +532,7 @@ def test_a_blocked_pool_is_seen(fleet: Fleet, run: Any, tmp_path: Path) -> None:
 
 
 def test_a_session_keeps_its_sms(fleet: Fleet, run: Any) -> None:
-    """Its jobs run on one pool, one after another or at once, and it shares no SMs."""
+    """A session's jobs run on one pool, one by one or at once, on SMs of their own."""
 
     async def main() -> None:
         async with fleet.partition(32, deadline=5) as session:
@@ -549,7 +549,7 @@ def test_a_session_keeps_its_sms(fleet: Fleet, run: Any) -> None:
 
 
 def test_a_session_ends_with_its_block(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Left by an error, its SMs come back, and what runs in it is cancelled with its awaiter."""
+    """A session that ends by an error frees its SMs and cancels its running jobs."""
 
     async def main() -> None:
         with pytest.raises(ZeroDivisionError):
@@ -564,7 +564,7 @@ def test_a_session_ends_with_its_block(fleet: Fleet, run: Any, tmp_path: Path) -
 
 
 def test_a_session_is_lost_with_its_pool(fleet: Fleet, run: Any, tmp_path: Path) -> None:
-    """Its job is told so, and so is the end of its block."""
+    """If the pool is lost, both the session's job and the end of its block raise PoolLost."""
 
     async def main() -> None:
         with pytest.raises(greensched.PoolLost):
@@ -578,7 +578,7 @@ def test_a_session_is_lost_with_its_pool(fleet: Fleet, run: Any, tmp_path: Path)
 def test_a_session_of_a_dead_caller_ends(
     fleet: Fleet, run: Any, tmp_path: Path, cluster: Any
 ) -> None:
-    """Its program stops in the middle of the block, without a word: the SMs come back."""
+    """If a program is killed inside a session's block, the session's SMs become free."""
     execute(
         f"""
     fleet = await Fleet("shared", None).__aenter__()
@@ -598,7 +598,7 @@ def test_a_session_of_a_dead_caller_ends(
 def test_a_detached_fleet_outlives_its_program(
     fleet: Fleet, run: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program finds it by its name, and ends it; one of another version is refused."""
+    """Another program can join and stop a detached fleet; another version is refused."""
     execute(
         """
     make = partial(Pool, driver="simulated:h200")
@@ -625,7 +625,7 @@ def test_a_detached_fleet_outlives_its_program(
 
 
 def test_any_other_fleet_ends_with_its_program(fleet: Fleet, run: Any, cluster: Any) -> None:
-    """Its actor is its program's, so its GPU is free afterwards."""
+    """The pools of a fleet end with its last program, and their GPUs are free afterwards."""
     execute(
         """
     async with Fleet("script", partial(Pool, driver="simulated:h200"), pools=1) as fleet:
@@ -644,7 +644,7 @@ def test_any_other_fleet_ends_with_its_program(fleet: Fleet, run: Any, cluster: 
 def test_a_fleet_outlives_the_program_that_started_it(
     fleet: Fleet, run: Any, cluster: Any, tmp_path: Path
 ) -> None:
-    """It is killed while another uses the fleet: that goes on, and its pool is still replaced."""
+    """If its first program is killed, other programs go on, and lost pools are replaced."""
     text = f"""
     async with Fleet("orphan", partial(Pool, driver="simulated:h200"), pools=1) as fleet:
         await held(None, {str(tmp_path / "there")!r})
@@ -668,7 +668,7 @@ def test_a_fleet_outlives_the_program_that_started_it(
 
 
 def test_a_draining_node_is_left(fleet: Fleet, run: Any, cluster: Any, tmp_path: Path) -> None:
-    """What runs there ends, what waits there is handed back, and a replacement is open before."""
+    """Running jobs end, queued jobs are handed back, and a replacement opens first."""
     head = cluster.head_node.node_id
 
     async def place() -> str:
@@ -706,7 +706,7 @@ def test_a_draining_node_is_left(fleet: Fleet, run: Any, cluster: Any, tmp_path:
 
 
 def test_half_a_gpu_is_refused_by_ray_too(fleet: Fleet, cluster: Any) -> None:
-    """Two actors with half a GPU each are told why they cannot have a pool."""
+    """Two actors with half a GPU each get an error that says why they cannot have a pool."""
     halves = [ray.remote(num_gpus=0.5, max_calls=1)(own_gpus).remote() for _ in range(2)]
     for half in halves:
         with pytest.raises(greensched.InvalidRequest, match="take turns"):

@@ -20,7 +20,7 @@ LATE = 1.0
 
 @pytest.mark.timeout(300)
 def test_no_job_is_lost_by_a_fault(request: pytest.FixtureRequest) -> None:
-    """Each is told, none but idempotent ones runs twice, and no idempotent one fails."""
+    """Every job is answered, no idempotent job fails, and no other job runs twice."""
     if request.config.getoption("--driver") != "simulated":
         pytest.skip("the cluster has simulated GPUs: make test-integrations runs it")
     done = subprocess.run(

@@ -42,7 +42,7 @@ def page(ray_cluster: Any) -> Iterator[ModuleType]:
 
 
 def test_models_share_a_pool(page: ModuleType) -> None:
-    """Two deployments without a GPU run their jobs in the one process of the fleet's pool."""
+    """Two deployments without a GPU send their jobs to one fleet, whose pool is one process."""
     serve.start(proxy_location="Disabled")
     try:
         x = np.ones(8, np.float32)
@@ -76,7 +76,7 @@ def test_a_lease_has_two_gpus(page: ModuleType) -> None:
 
 
 def test_batches_share_the_pool_of_a_process(page: ModuleType) -> None:
-    """Calls on several threads of one process run on leases of its pool."""
+    """Calls from several threads of one process run on leases of one pool."""
     worker = ray.remote(page.Double).options(num_gpus=1, max_concurrency=4).remote()
     batches = [{"x": np.full(8, n, np.float32)} for n in range(8)]
     found = ray.get([worker.__call__.remote(batch) for batch in batches], timeout=SOON)
@@ -86,7 +86,7 @@ def test_batches_share_the_pool_of_a_process(page: ModuleType) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_ray_data_maps_batches(page: ModuleType) -> None:
-    """A data set is mapped by as many processes as there are GPUs for it."""
+    """Ray Data maps a data set with one process for each GPU."""
     pytest.importorskip("pandas", reason="Ray Data is not installed: pip install 'ray[data]'")
     rows = ray.data.from_numpy(np.arange(64, dtype=np.float32)).rename_columns({"data": "x"})
     found = page.doubled(rows, gpus=1).take_all()
@@ -94,7 +94,7 @@ def test_ray_data_maps_batches(page: ModuleType) -> None:
 
 
 def test_tensors_go_by_rays_own_transport(page: ModuleType) -> None:
-    """From one pool's process to another's, here on the CPU by Gloo; the driver never has them."""
+    """A tensor goes from one pool's process to another by Gloo, and never through the driver."""
     torch = pytest.importorskip("torch", reason="torch is not installed: make test-integrations")
     from ray.experimental.collective import create_collective_group
 

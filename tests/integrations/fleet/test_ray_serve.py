@@ -75,7 +75,7 @@ def address(ray_cluster: Any) -> Iterator[str]:
 
 
 def test_it_sums_and_refuses(example: ModuleType, address: str) -> None:
-    """Sums are right; over a kernel that hangs one request waits, and is 504; others are 429."""
+    """Sums are right; behind a hanging kernel one request gets 504 and the others 429."""
 
     async def main() -> None:
         async with httpx.AsyncClient(timeout=30) as client:
@@ -99,10 +99,7 @@ def test_it_sums_and_refuses(example: ModuleType, address: str) -> None:
 def test_a_dead_gpu_leaves_with_its_process(
     example: ModuleType, address: str, tmp_path: Path
 ) -> None:
-    """Of requests one after another at most three fail; later ones are served by another replica.
-
-    Both replicas live, so that the failed one must not attract requests by refusing them fast.
-    """
+    """At most three of the requests fail, sent one by one; another replica serves the rest."""
 
     async def main() -> None:
         async with httpx.AsyncClient(timeout=30) as client:
@@ -132,7 +129,7 @@ def test_a_dead_gpu_leaves_with_its_process(
 
 
 def test_two_replicas_share_the_load(example: ModuleType, address: str) -> None:
-    """At more than one can serve, 98 % are answered, and both serve as much, within a fifth."""
+    """Above one replica's capacity 98 % are answered, by both replicas within 20 %."""
     seconds, rate = 4.0, 27  # of 2 x 20 a second
 
     async def main() -> None:
@@ -180,7 +177,7 @@ def slow_replica(**options: Any) -> Any:
 
 
 def test_a_policy_sees_sms(example: ModuleType, address: str) -> None:
-    """What a replica reports to Serve's autoscaling is how much of its SMs is taken."""
+    """A replica reports to Serve's autoscaler what part of its SMs is in use."""
     from greensched.integrations.ray.serve import PoolReplica
 
     async def main() -> None:
@@ -201,7 +198,7 @@ def test_a_policy_sees_sms(example: ModuleType, address: str) -> None:
 
 
 def test_rays_metrics_have_the_pool(example: ModuleType, address: str) -> None:
-    """What a replica exports by ray.util.metrics is at the port that Prometheus reads."""
+    """The pool's metrics appear at the port that Ray exports to Prometheus."""
     serve.run(slow_replica(num_replicas=1).bind(small_pool))
     ports = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
 

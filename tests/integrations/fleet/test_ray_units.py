@@ -59,21 +59,21 @@ def chosen(pools: list[Known], sms: int = 16, held: dict[str, int] | None = None
 
 
 def test_of_two_by_chance_the_one_with_less_to_do() -> None:
-    """The busiest of all is never chosen, the others are; how long jobs wait decides a draw."""
+    """The less loaded of two random pools is chosen; the queue's wait breaks a tie."""
     pools = [Known("a", load=(0.5, 0)), Known("b", load=(0.1, 0)), Known("c", load=(0.9, 0))]
     assert chosen(pools) == {"a", "b"}
     assert chosen([Known("a", load=(0.5, 0.2)), Known("b", load=(0.5, 0.1))]) == {"b"}
 
 
 def test_where_the_data_is_comes_before_load() -> None:
-    """The pool with most bytes of the arguments is chosen, however busy; without any, any pool."""
+    """The pool with most bytes of the arguments is chosen, however loaded it is."""
     pools = [Known("a", "x", load=(9, 0)), Known("b", "y"), Known("c", "z")]
     assert chosen(pools, held={"x": 2, "y": 1}) == {"a"}
     assert chosen(pools, held={"elsewhere": 5}) == {"a", "b", "c"} - {"a"}
 
 
 def test_an_unfit_pool_is_not_chosen() -> None:
-    """Closed pools and small ones never are, silent ones only where there is no other."""
+    """Closed and too small pools are never chosen; silent pools only if there is no other."""
     silent = Known("silent", is_fresh=False)
     pools = [Known("closed", is_open=False), Known("small", most=8), silent]
     assert chosen(pools) == {"silent"}
@@ -82,7 +82,7 @@ def test_an_unfit_pool_is_not_chosen() -> None:
 
 
 def test_what_no_pool_can_grant_is_refused() -> None:
-    """More SMs than the largest pool has are refused, with how many it has."""
+    """A request for more SMs than the largest pool has is refused with that pool's count."""
     balancing.check_feasible(132, [132, 48])
     with pytest.raises(TooManySMs) as caught:
         balancing.check_feasible(133, [132, 48])
@@ -93,7 +93,7 @@ def test_what_no_pool_can_grant_is_refused() -> None:
 
 
 def test_a_failure_tells_what_and_where() -> None:
-    """An error arrives as its class, with the traceback of its pool as a note."""
+    """An error arrives as its own class, with the pool's traceback as a note."""
     try:
         raise KeyError("k")
     except KeyError as error:
@@ -113,7 +113,7 @@ class Unsendable(Exception):
 
 @pytest.mark.parametrize("error", [Unsendable(1, 2), SystemExit(3), asyncio.CancelledError()])
 def test_what_cannot_be_raised_here_is_reported(error: BaseException) -> None:
-    """An error that cannot be pickled, or would end the caller's task or program, is JobFailed."""
+    """An error that cannot be pickled, or that would end the caller's task, becomes JobFailed."""
     got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
     assert isinstance(got, greensched.JobFailed)
     assert type(error).__name__ in str(got)
@@ -135,13 +135,13 @@ class Forged(Exception):
 
 @pytest.mark.parametrize("error", [Silent(), Forged()])
 def test_an_error_of_any_making_is_reported(error: Exception) -> None:
-    """It reaches the caller as itself, or as JobFailed; its outcome is never lost."""
+    """Any error reaches the caller as itself or as JobFailed, so no outcome is lost."""
     got = protocol.unpack_error(protocol.failure(3, error, has_begun=True), "f/0")
     assert type(got) in (Silent, greensched.JobFailed)
 
 
 def test_results_fail_alone() -> None:
-    """A result that cannot be packed is its own job's failure."""
+    """A result that cannot be pickled fails its own job and no other."""
     generator = (n for n in ())  # not a lock: other libraries teach pickle those
     outcome = asyncio.run(protocol.success(3, generator))
     assert isinstance(protocol.unpack_error(outcome, "f/0"), InvalidRequest)
@@ -150,7 +150,7 @@ def test_results_fail_alone() -> None:
 
 
 def test_functions_are_packed_once() -> None:
-    """A function is packed once, equal code has one digest, and what is no function is refused."""
+    """A function is pickled once, equal code has one digest, and other objects are refused."""
     functions = protocol.Functions()
     first = functions.digest(test_functions_are_packed_once)
     assert functions.digest(test_functions_are_packed_once) == first
@@ -163,7 +163,7 @@ def test_functions_are_packed_once() -> None:
 
 
 def test_functions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions made anew for each job are refused beyond a bound, for pools keep them all."""
+    """A new function for each job is refused beyond a limit, because pools keep every function."""
     monkeypatch.setattr(protocol, "MOST_FUNCTIONS", 2)
     functions = protocol.Functions()
     for n in range(2):
@@ -174,7 +174,7 @@ def test_functions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes() -> None:
-    """The least of a size is told, and what is none is refused."""
+    """The least SMs of each valid size are returned, and invalid sizes are refused."""
     assert [protocol.least_sms(one) for one in (16, (8, 64), ALL, REST)] == [16, 8, 1, 1]
     for wrong in (0, -1, "16", 1.5, True, (0, 8), None):
         with pytest.raises(InvalidSize):
@@ -182,7 +182,7 @@ def test_sizes() -> None:
 
 
 def test_services_answer_for_a_fleet() -> None:
-    """A full fleet is 429 to a client, a lost or absent pool 503, an answer too late 504."""
+    """A full fleet is 429 to a client, a lost or missing pool 503, and a late answer 504."""
     full, late = greensched.QueueFull(3, 0.2), greensched.FleetTimeout(1)
     lost, none = greensched.PoolLost("f/0", "x"), greensched.NoPool("x")
     answers = {
@@ -193,7 +193,7 @@ def test_services_answer_for_a_fleet() -> None:
 
 
 def test_a_job_that_was_never_sent_has_not_started() -> None:
-    """At its deadline a job that found no pool is told that it never started."""
+    """A job that found no pool by its deadline raises an error that says it never started."""
 
     async def main() -> None:
         fleet = Fleet("f")
@@ -278,7 +278,7 @@ def on_a_line(test: Callable[[PoolConnection, Actor], Any]) -> None:
 
 
 def test_a_new_line_listens() -> None:
-    """Though nothing is asked: else its pool would not hear of it, nor it of its pool."""
+    """A new connection sends an empty batch, so that both sides notice if the other ends."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         assert connection.is_fresh
@@ -288,7 +288,7 @@ def test_a_new_line_listens() -> None:
 
 
 def test_what_is_asked_in_one_turn_goes_together() -> None:
-    """Jobs of one turn are one batch; code is in the first that needs it, and in no other."""
+    """Jobs of one turn of the loop are one batch; only the first that needs code has it."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = [job(connection) for _ in range(5)]
@@ -307,7 +307,7 @@ def test_what_is_asked_in_one_turn_goes_together() -> None:
 
 
 def test_calls_of_ray_are_bounded() -> None:
-    """Beyond so many calls at once, jobs wait here for an answer, and then go together."""
+    """Beyond the limit of concurrent calls, jobs wait for a reply and then form one batch."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
@@ -325,7 +325,7 @@ def test_calls_of_ray_are_bounded() -> None:
 
 
 def test_many_jobs_have_two_calls() -> None:
-    """What comes while two are in flight goes with the next."""
+    """Jobs that are submitted while two calls are in flight go with the next call."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = [job(connection) for _ in range(ALONE)]
@@ -360,7 +360,7 @@ def test_while_something_is_awaited_a_call_listens() -> None:
 
 
 def test_a_cancellation_is_sent_at_once() -> None:
-    """Cancelled unsent, a job never goes; sent, the pool is told, beyond the bound of calls too."""
+    """An unsent job is dropped; a sent one is cancelled at once, beyond any limit of calls."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         jobs = []
@@ -384,7 +384,7 @@ def test_a_cancellation_is_sent_at_once() -> None:
 
 @pytest.mark.fault("E4")
 def test_a_broken_line_says_what_was_sent() -> None:
-    """What was sent is lost, what was not has not begun, and later jobs are not sent at all."""
+    """Sent jobs are lost, unsent jobs have not begun, and later jobs are not sent."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         sent = []
@@ -407,7 +407,7 @@ def test_a_broken_line_says_what_was_sent() -> None:
 
 
 def test_load_has_what_the_pool_has_not_seen() -> None:
-    """SMs that were asked for since the pool's word count, and no longer once it has seen them."""
+    """The load includes SMs of requests that the pool's last report does not include yet."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         assert connection.load == (0, 0)
@@ -424,7 +424,7 @@ def test_load_has_what_the_pool_has_not_seen() -> None:
 
 
 def test_a_silent_pool_is_lost() -> None:
-    """After so many heartbeats without a reply; one reply counts for all before it."""
+    """A pool is lost after several missed heartbeats; one reply answers all earlier ones."""
 
     async def test(connection: PoolConnection, actor: Actor) -> None:
         one = job(connection)
@@ -479,7 +479,7 @@ async def endless(p: Any) -> None:
 
 
 def test_batches_are_handled_in_their_order() -> None:
-    """A batch that overtook another waits for it: a cancellation never comes before its job."""
+    """A batch that overtook another waits, so a cancellation never precedes its job."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(three)
@@ -494,7 +494,7 @@ def test_batches_are_handled_in_their_order() -> None:
 
 
 def test_an_early_batch_of_a_closed_client_is_not_handled() -> None:
-    """Its jobs and sessions would never end. It is not handled even if its turn has just come."""
+    """A closed client's early batch is dropped; its jobs and sessions would never end."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         opens = protocol.Message("open", 1, sms=8)
@@ -526,7 +526,7 @@ async def ends_late(p: Any) -> int:
 
 
 def test_a_job_that_cancels_itself_has_an_outcome() -> None:
-    """Otherwise its caller would wait without end."""
+    """A job that cancels itself gets an outcome; otherwise its caller would wait for ever."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(ends_itself)
@@ -541,7 +541,7 @@ def test_a_job_that_cancels_itself_has_an_outcome() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_a_job_that_ends_behind_its_end_has_no_other_outcome(how: str) -> None:
-    """A job may catch its cancellation: its result is not sent."""
+    """The result of a job that ignores its cancellation is not sent."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(ends_late)
@@ -565,7 +565,7 @@ def test_a_job_that_ends_behind_its_end_has_no_other_outcome(how: str) -> None:
 
 
 def test_a_newer_batch_releases_the_older() -> None:
-    """At most one batch waits, so that a client can always send another."""
+    """At most one batch waits for outcomes, so that a client can always send another."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.reply(batch(0)))
@@ -580,7 +580,7 @@ def test_a_newer_batch_releases_the_older() -> None:
 
 
 def test_each_of_few_jobs_has_a_batch_that_waits() -> None:
-    """Of few jobs, none ends a call that waits for another; of more, only the newest waits."""
+    """With few jobs each keeps its own waiting batch; with more, only the newest batch waits."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(endless)
@@ -603,7 +603,7 @@ def test_each_of_few_jobs_has_a_batch_that_waits() -> None:
 
 
 def test_a_reply_no_longer_counts_the_job_that_it_answers() -> None:
-    """Otherwise the client would take the pool that has just become free for the busiest."""
+    """A reply's load excludes the job that it answers, or a free pool would look busy."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         code = protocol.cloudpickle.dumps(three)
@@ -615,7 +615,7 @@ def test_a_reply_no_longer_counts_the_job_that_it_answers() -> None:
 
 
 def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
-    """A batch gets its reply when the pool's state has changed, and not before."""
+    """A waiting batch gets its reply when the pool's state changes, and not before."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         first = asyncio.ensure_future(caller.reply(batch(0)))
@@ -636,7 +636,7 @@ def test_a_caller_is_told_what_is_new_of_the_pool() -> None:
 
 
 def test_a_pool_stops_once_its_outcomes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is killed then: the clients would not know that queued jobs have not begun."""
+    """The process ends only then, so that clients learn which queued jobs have not begun."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
         monkeypatch.setattr(pool_actor, "CHECK", 0.001)
@@ -662,7 +662,7 @@ def test_a_pool_stops_once_its_outcomes_are_sent(monkeypatch: pytest.MonkeyPatch
 
 
 def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound a job is refused at once, and has not begun."""
+    """A job beyond the limit is refused at once and has not begun."""
     monkeypatch.setattr(pool_actor, "MOST_JOBS", 0)
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
@@ -674,7 +674,7 @@ def test_jobs_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their calls must not queue inside Ray, where they are invisible: the next is refused."""
+    """A client beyond the limit is refused, because its calls would queue invisibly inside Ray."""
     assert pool_actor.MOST_CALLERS * (ALONE + 1) < pool_actor.CONCURRENCY
     monkeypatch.setattr(pool_actor, "MOST_CALLERS", 0)
     with pytest.raises(greensched.QueueFull):
@@ -682,7 +682,7 @@ def test_callers_of_one_pool_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_version_is_refused() -> None:
-    """A client of another version gets an error with both, before the pool opens."""
+    """A client of another version gets an error with both versions before the pool opens."""
     actor = pool_actor.PoolActor("f/0", MAKE)
     with pytest.raises(greensched.VersionSkew) as caught:
         asyncio.run(actor.hello("key", protocol.PROTOCOL + 1))
@@ -691,7 +691,7 @@ def test_another_version_is_refused() -> None:
 
 
 def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a fault while idle, clients get errors, and the process exits with its status."""
+    """After a fault of an idle pool, clients get errors, and the process exits with its status."""
     left: list[int] = []
     monkeypatch.setattr(pool_actor.os, "_exit", left.append)
     monkeypatch.setattr(
@@ -709,7 +709,7 @@ def test_a_spoilt_process_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_has_no_references_goes_as_bytes() -> None:
-    """Ray sends bytes as they are; it must see references, whose objects it counts."""
+    """Values without object references are sent as bytes; Ray must see references to count them."""
     for refs in ((), ((0, object()),)):
         message = protocol.Message("run", 1, b"d", b"", refs, sms=(8, 64))
         sent = protocol.MessageBatch(0, [message], {b"d": b"code"})
@@ -742,7 +742,7 @@ def given(
 
 
 def test_the_gpu_is_the_one_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Ray set what is visible it is the first; where it was told not to, the one it named."""
+    """The pool uses the GPU that Ray assigned, whether or not Ray sets CUDA_VISIBLE_DEVICES."""
     assert given(monkeypatch, 1, ["3"], "3") == [0]
     assert given(monkeypatch, 1, ["3"], None) == [3]
     assert given(monkeypatch, 1, ["3"], "2,3") == [1]
@@ -755,7 +755,7 @@ def test_the_gpu_is_the_one_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Several processes on one GPU get it in turns, so half a GPU is refused, unless under MPS."""
+    """A fraction of a GPU is refused unless MPS runs, because processes would take turns."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     with pytest.raises(InvalidRequest, match="turns"):
         given(monkeypatch, 0.5, ["0"], "0")
@@ -764,7 +764,7 @@ def test_a_part_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_nothing_of_cuda_is_touched_before_the_first_caller() -> None:
-    """Importing it, and making an actor's object, loads no CUDA: the process may be forked yet."""
+    """Importing the module and making an actor load no CUDA, because the process may fork."""
     program = """
 import sys
 from greensched.integrations.ray.pool_actor import PoolActor
@@ -776,7 +776,7 @@ assert host._pool is None
 
 
 def test_arrays_are_measured_by_bytes() -> None:
-    """What is as large as the bound goes by reference; what is below goes with its job."""
+    """An array of at least the limit goes by reference; a smaller one goes with its job."""
     functions = protocol.Functions()
     small = np.zeros(protocol.LARGE - 1, np.uint8)
     packed = asyncio.run(protocol.pack_job(functions, three, [small, 2]))
@@ -861,7 +861,7 @@ def tended(
 
 
 def test_a_fleet_on_a_cluster_without_gpus_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its jobs would wait until their deadlines for a pool that cannot start."""
+    """A fleet without a GPU fails to open, because its jobs could never start."""
     monkeypatch.setattr(gpus, "SETTLED_S", -1.0)
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
@@ -872,10 +872,7 @@ def test_a_fleet_on_a_cluster_without_gpus_does_not_open(monkeypatch: pytest.Mon
 
 
 def test_a_lost_node_leaves_no_surplus_pool() -> None:
-    """A fleet of all GPUs gives up the pool of a lost one, and starts one on the next that joins.
-
-    While Ray still counts the lost node, a new one gets none: Ray will restart the old one there.
-    """
+    """A fleet of all GPUs drops the pool of a lost node and starts one on the next node."""
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         assert len(cluster.pools) == 3
@@ -895,7 +892,7 @@ def test_a_lost_node_leaves_no_surplus_pool() -> None:
 
 
 def test_a_gpu_for_a_lost_one_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other must have been free for some time: another program may want it."""
+    """A replacement's GPU is taken at once; another GPU must have been free for some time."""
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         monkeypatch.setattr(supervisor, "SPARE_S", 1000.0)
@@ -912,7 +909,7 @@ def test_a_gpu_for_a_lost_one_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pools_of_a_fixed_number_are_left_to_ray() -> None:
-    """A pool of a lost node stays, and asks for a GPU; none is started beside it."""
+    """With `pools=` a lost pool waits for a GPU, and no other pool is started for it."""
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         cluster.pools["f/1"].is_lost = True
@@ -924,7 +921,7 @@ def test_pools_of_a_fixed_number_are_left_to_ray() -> None:
 
 
 def test_a_pool_on_a_draining_node_is_replaced_first() -> None:
-    """The replacement is there before the old one is closed, which has the rest of the deadline."""
+    """The replacement opens before the old pool closes, which has the rest of the deadline."""
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         old = cluster.pools["f/0"]
@@ -939,7 +936,7 @@ def test_a_pool_on_a_draining_node_is_replaced_first() -> None:
 
 
 def test_a_restarted_supervisor_knows_the_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds them by their names once a program joins; a program that it does not know must."""
+    """A restarted supervisor finds the pools by name, and each program registers again."""
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         monkeypatch.setattr(supervisor, "find_pools", lambda name: dict(cluster.pools))
@@ -954,7 +951,7 @@ def test_a_restarted_supervisor_knows_the_pools(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.fault("E4")
 def test_a_pool_that_starts_meanwhile_ends_with_its_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not left behind with its GPU; and a program that joins then starts no other."""
+    """A pool that starts while its fleet ends is closed, and a joining program starts no other."""
     begun, go = threading.Event(), threading.Event()
 
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
@@ -995,7 +992,7 @@ def part_of(**calls: Callable[..., Any]) -> registry.PoolRegistry:
 
 @pytest.mark.fault("E4")
 def test_a_program_ends_without_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for a while for a supervisor that does not reply, and ends if that has died."""
+    """A closing program waits some time for a silent supervisor, and not for a dead one."""
     monkeypatch.setattr(registry, "END_S", 0.01)
 
     async def dead(*_: Any) -> None:
@@ -1014,7 +1011,7 @@ def test_a_program_ends_without_the_supervisor(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.fault("E4")
 def test_a_program_that_opens_follows_the_pools() -> None:
-    """A pool that ends before its first reply is not waited for, but that in its place; or none."""
+    """The opening waits for the replacement of a pool that ends before its first reply."""
 
     async def dead(*_: Any) -> None:
         raise registry.ActorDiedError

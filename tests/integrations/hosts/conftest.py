@@ -16,7 +16,7 @@ def port() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Hosts import much, and start processes of their own."""
+    """Give these tests more time: hosts import large libraries and start processes."""
     for item in items:
         if "hosts" in item.path.parts:
             item.add_marker(pytest.mark.timeout(180))

@@ -23,7 +23,7 @@ def command(port: int) -> list[str]:
 
 
 def test_it_answers(port: int, tmp_path: Path) -> None:
-    """A sum comes back from the GPU, its probes are green, and the pool is closed at the end."""
+    """The service returns a sum from the GPU, its probes are green, and its pool closes."""
     home = {"BENTOML_HOME": str(tmp_path), "BENTOML_DO_NOT_TRACK": "1"}
 
     with hosted(command(port), READY, RECIPES, **home) as said:
@@ -36,7 +36,7 @@ def test_it_answers(port: int, tmp_path: Path) -> None:
 
 
 def test_too_many(port: int, tmp_path: Path) -> None:
-    """Of 14 at once 8 are at work and 2 wait at most; the others are told to come back."""
+    """Of 14 concurrent requests 8 run and at most 2 wait; the others are refused with 429."""
     slowed(RECIPES / "bentoml_service.py", tmp_path)
     home = {"BENTOML_HOME": str(tmp_path), "BENTOML_DO_NOT_TRACK": "1"}
 
@@ -53,7 +53,7 @@ def test_too_many(port: int, tmp_path: Path) -> None:
 
 
 def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
-    """After a device fault it is 503, not ready, and not alive: a supervisor replaces it."""
+    """After a device fault requests get 503 and both probes fail, for a supervisor to see."""
     source = (RECIPES / "bentoml_service.py").read_text()
     right = "Pool(max_waiting=2, prepare=[reduce_sum])"
     assert right in source

@@ -18,7 +18,7 @@ READY = "Application startup complete"
 
 
 def test_it_answers(port: int) -> None:
-    """A sum comes back from the GPU, also of several clients at once."""
+    """The service returns sums from the GPU to one client and to several at once."""
     command = [sys.executable, str(RECIPES / "litserve_api.py"), str(port)]
 
     async def main() -> None:
@@ -33,7 +33,7 @@ def test_it_answers(port: int) -> None:
 
 
 def test_too_many(port: int, tmp_path: Path) -> None:
-    """Of 14 at once 8 are at work and 2 wait at most; the others are told to come back."""
+    """Of 14 concurrent requests 8 run and at most 2 wait; the others are refused with 429."""
     command = [sys.executable, str(slowed(RECIPES / "litserve_api.py", tmp_path)), str(port)]
 
     async def main() -> None:

@@ -32,7 +32,7 @@ GUNICORN = [sys.executable, "-m", "gunicorn", "--no-control-socket", "--preload"
     ids=["gthread", "uvicorn"],
 )
 def test_gunicorn(port: int, options: list[str], folder: Path, path: str) -> None:
-    """The worker opens the pool behind the fork of `--preload`; SIGTERM ends all quietly."""
+    """With `--preload` each worker opens the pool after the fork; SIGTERM ends all quietly."""
     command = [*GUNICORN, "-b", f"127.0.0.1:{port}", *options]
     with hosted(command, "Booting worker", folder, **WARN) as said:
         answer = httpx.post(f"http://127.0.0.1:{port}{path}", json=[1, 2, 3.5], timeout=30)
@@ -42,7 +42,7 @@ def test_gunicorn(port: int, options: list[str], folder: Path, path: str) -> Non
 
 
 def test_gunicorn_workers_of_an_open_pool(port: int, tmp_path: Path) -> None:
-    """A pool opened before the fork is refused in the workers, and hangs no process at the end."""
+    """Workers refuse a pool that was opened before the fork, and no process hangs at the end."""
     service = (RECIPES / "gunicorn_service.py").read_text()
     (tmp_path / "opened.py").write_text(f"{service}\n\npool.sync.open()\n")
     command = [*GUNICORN, "-b", f"127.0.0.1:{port}", "-k", "gthread", "-w", "2", "opened:app"]
@@ -53,7 +53,7 @@ def test_gunicorn_workers_of_an_open_pool(port: int, tmp_path: Path) -> None:
 
 
 def test_celery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of one worker share the pool, which the end of the worker closes."""
+    """Threads of one worker share the pool, which closes when the worker ends."""
     monkeypatch.chdir(tmp_path)  # the broker is in the current folder of worker and client
     Path("data_in").mkdir()
     Path("data_out").symlink_to("data_in")
@@ -77,7 +77,7 @@ def test_celery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_multiprocessing(method: str) -> None:
-    """Processes of each kind prepare inputs; the one with the pool sums them, and ends quietly."""
+    """Processes of each start method prepare inputs, and the one with the pool sums them."""
     command = [sys.executable, "-W", "error", "multiprocessing_inputs.py", method]
     done = subprocess.run(
         command, cwd=RECIPES, env=ENVIRONMENT, capture_output=True, text=True, check=False

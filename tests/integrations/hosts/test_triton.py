@@ -65,7 +65,7 @@ def asked(numbers: list[float]) -> dict[str, object]:
 
 
 def test_it_answers(port: int, tmp_path: Path) -> None:
-    """Each of many requests gets its own sum, in batches; the pool is closed at the end."""
+    """Each of many requests gets its own sum, in batches, and the pool closes at the end."""
 
     async def main() -> None:
         async with client_of(port) as client:
@@ -85,7 +85,7 @@ def test_it_answers(port: int, tmp_path: Path) -> None:
 
 
 def test_a_dead_gpu(port: int, tmp_path: Path) -> None:
-    """After a device fault clients are told, Triton knows nothing, and loading anew replaces it."""
+    """After a device fault clients get 503, Triton's probes stay green, and a reload recovers."""
     models = tmp_path / "models"
     shutil.copytree(RECIPES / "triton", models)
     program = models / "sums" / "1" / "model.py"
