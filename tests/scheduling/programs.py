@@ -41,7 +41,7 @@ class Locked(Exception):
 
 @dataclass(frozen=True)
 class Curve:
-    """The time of a piece: its work, divided by the SMs that it can use, and a constant."""
+    """The seconds of a piece: its work divided by the SMs that it can use, plus a constant."""
 
     work: float
     useful: int
@@ -57,17 +57,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A class, what it asks for, and when.
-
-    Attributes:
-        rules: its class.
-        curve: the time of one piece.
-        pieces: of one request; 0: a lease that never ends, with a checkpoint after each piece.
-        size: SMs of a fixed partition for it.
-        least: SMs that an elastic lease has at least.
-        most: SMs that it has at most.
-        at: when requests arrive; for leases without an end, when each begins.
-    """
+    """A class, its requests, and their times."""
 
     rules: ServiceClass
     curve: Curve
@@ -80,7 +70,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Program:
-    """What runs; `seed` draws it again."""
+    """A device, classes and traffic, drawn again by `seed`."""
 
     cells: DeviceCells
     traffic: tuple[Traffic, ...]
@@ -95,15 +85,7 @@ class Program:
 
 @dataclass
 class Outcome:
-    """What one class had.
-
-    Attributes:
-        requests: how many requests there were.
-        in_time: how many of them were done within the target.
-        refused: how many were refused.
-        pieces: how many pieces were done.
-        longest_wait: the longest wait for a grant, in seconds.
-    """
+    """The results of one class."""
 
     requests: int = 0
     in_time: int = 0

@@ -1,4 +1,4 @@
-"""What fits on a device, by trying every set of cells: slow, and plain to see that it is right."""
+"""Which partitions fit on a device, found by trying every set of cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greensched.typing import ALL, REST
 
 
 def possible(cells: DeviceCells, mask: int) -> bool:
-    """Equal cells alone, the remainder alone, everything; and any mixture where it joins."""
+    """Say whether a partition may have these cells; only some remainders join other cells."""
     leftover = 1 << cells.count if cells.remainder else 0
     every = (1 << cells.count) - 1 | leftover
     if mask == 0 or mask & ~every:
@@ -24,7 +24,7 @@ def sms(cells: DeviceCells, mask: int) -> int:
 
 
 def subsets(mask: int) -> Iterator[int]:
-    """Every subset, the empty one too."""
+    """Yield every subset, including the empty one."""
     subset = mask
     while True:
         yield subset
@@ -34,14 +34,14 @@ def subsets(mask: int) -> Iterator[int]:
 
 
 def is_enough(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
-    """Whether one partition of these cells is what a part asked for, or more."""
+    """Say whether one partition of these cells has at least the SMs that a part asks for."""
     if part.named is ALL:
         return mask == cells.full_mask
     return possible(cells, mask) and sms(cells, mask) >= part.least
 
 
 def is_no_excess(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
-    """No more than asked, but for what whole cells make unavoidable."""
+    """Say whether it has no more SMs than the part asks for, rounded up to whole cells."""
     if sms(cells, mask) <= part.most:
         return True
     fewer = [mask & ~(1 << bit) for bit in range(mask.bit_length()) if mask >> bit & 1]
@@ -49,14 +49,14 @@ def is_no_excess(cells: DeviceCells, mask: int, part: SizeRange) -> bool:
 
 
 def rest_of(cells: DeviceCells, others: int) -> int:
-    """What REST is beside the other parts of its request."""
+    """Return the SMs that REST means beside the other parts of its request."""
     left = cells.full_mask & ~others
     return left if possible(cells, left) else left & cells.cell_mask
 
 
 @lru_cache(maxsize=200_000)
 def fits(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> bool:
-    """Whether disjoint sets of free cells give every part enough."""
+    """Say whether disjoint sets of free cells give every part enough."""
     if any(part.named is REST for part in parts):
         others = tuple(part for part in parts if part.named is not REST)
         return free == cells.full_mask and any(
@@ -66,7 +66,7 @@ def fits(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> bool:
 
 
 def _takings(cells: DeviceCells, free: int, parts: tuple[SizeRange, ...]) -> Iterator[int]:
-    """Every union of disjoint sets that give the parts enough."""
+    """Yield every union of disjoint sets that give the parts enough."""
     if not parts:
         yield 0
         return

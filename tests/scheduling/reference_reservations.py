@@ -1,4 +1,4 @@
-"""Reserves and loans once more, counted from the leases alone."""
+"""A second implementation of reserves and loans, which counts from the leases alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reference_cells import is_enough, sms, subsets
 
 @dataclass
 class ReferenceReservations:
-    """The leases, and what they leave for each class."""
+    """The leases, and the cells that they leave to each class."""
 
     scheduler: Scheduler
     devices: list[DeviceCells]
@@ -39,7 +39,7 @@ class ReferenceReservations:
         return self.devices[device].full_mask & ~taken
 
     def unmet(self, state: ClassState) -> int:
-        """Count the cells of its reserve that it does not have; borrowed cells do not count."""
+        """Count the cells of a class's reserve that it does not hold, borrowed ones excluded."""
         mine = [x for x in self.leases if x.class_state is state and x.device == state.home]
         own = sum(self.equal(x.device, x.mask) - sum(x.loans.values()) for x in mine)
         return max(0, state.reserve_cells - own)
@@ -76,7 +76,7 @@ class ReferenceReservations:
                 assert lease.class_state.preemptible
 
     def check_size(self, lease: Grant) -> None:
-        """No less than was asked for, and no more than whole cells make unavoidable."""
+        """Check that a grant has at least the requested SMs, rounded up to whole cells at most."""
         cells, parts = self.devices[lease.device], lease.request.parts
         part = parts[lease.request.grants.index(lease)]
         assert lease.sms == sms(cells, lease.mask)
@@ -87,14 +87,14 @@ class ReferenceReservations:
             assert self.equal(lease.device, lease.mask) <= needed
 
     def kept_to_its_end(self, lease: Grant) -> int:
-        """SMs that a lease does not give back before."""
+        """Return the SMs that a lease keeps until its end."""
         if not lease.request.is_elastic:
             return lease.sms
         size = self.devices[lease.device].size
         return min(lease.sms, size * -(-lease.request.parts[0].least // size))
 
     def kept_from(self, request: Request, lease: Grant) -> int:
-        """SMs that a lease keeps at its checkpoint, whatever waits in the class of a request."""
+        """Return the SMs that a lease keeps at its checkpoint whatever the request needs."""
         if lease.draining or not lease.request.is_elastic:
             return lease.sms
         return (
@@ -104,7 +104,7 @@ class ReferenceReservations:
         )
 
     def gave_back(self, lease: Grant) -> bool:
-        """Whether an elastic lease has no cell more than its least asks for."""
+        """Say whether an elastic lease holds only the cells that its minimum needs."""
         cells = self.devices[lease.device]
         needed = -(-lease.request.parts[0].least // cells.size)
         is_least = self.equal(lease.device, lease.mask) <= needed
@@ -113,11 +113,11 @@ class ReferenceReservations:
         )
 
     def is_due(self, lease: Grant, now: float) -> bool:
-        """Whether a borrower that keeps its declared interval comes to a checkpoint now."""
+        """Say whether a borrower that keeps its declared interval reaches a checkpoint now."""
         return now - self.taken_at[lease] >= self.segment(lease)
 
     def segment(self, lease: Grant) -> float:
-        """Seconds in which it gives back, as it said: its segment, or its duration."""
+        """Return the seconds within which it gives back: its declared interval, or its duration."""
         declared = lease.class_state.rules.checkpoint_interval or math.inf
         known = lease.request.seconds(lease.sms)
         if known is None:
@@ -125,12 +125,12 @@ class ReferenceReservations:
         return min(known, declared) if lease.request.is_elastic else known
 
     def gives_back_at_its_end(self, lease: Grant) -> bool:
-        """Whether what it still has on loan after a checkpoint is of its least."""
+        """Say whether its minimum needs what it still borrows after a checkpoint."""
         waiting = any(owner.waiting for owner in lease.loans)
         return bool(lease.loans) and (waiting or not lease.request.is_elastic)
 
     def is_entitled(self, request: Request) -> bool:
-        """Whether a request asks for no more than the unused part of its class's reserve."""
+        """Say whether a request asks for no more than the unused part of its class's reserve."""
         state = request.class_state
         cells = self.devices[state.home]
         part = request.parts[0]
@@ -144,7 +144,7 @@ class ReferenceReservations:
         return needed <= self.unmet(state) and not is_capped
 
     def wanted(self, request: Request, device: int) -> SizeRange:
-        """What it is to have there: what was asked for, or what the policy says, within bounds."""
+        """Return the size that a request should get: its own, or the policy's within its bounds."""
         part, policy = request.parts[0], self.scheduler.queue.policy.policy
         if not isinstance(policy, Sized) or not request.is_elastic:
             return part
@@ -164,7 +164,7 @@ class ReferenceReservations:
         return wants
 
     def could_be_granted(self, request: Request, device: int) -> bool:
-        """Whether unreserved free cells are enough: no loan, and within the cap."""
+        """Say whether free cells outside reserves suffice: without a loan, within the cap."""
         cells, state = self.devices[device], request.class_state
         if len(request.parts) > 1:
             return False

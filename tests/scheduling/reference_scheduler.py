@@ -17,7 +17,7 @@ from .reference_cells import fits, is_enough, is_no_excess, possible, rest_of, s
 
 @dataclass
 class ReferenceScheduler:
-    """The requests that wait, the leases, and the request for which a device is kept."""
+    """The waiting requests, the leases, and the request for which a device is kept."""
 
     devices: list[DeviceCells]
     ageing: float
@@ -38,7 +38,7 @@ class ReferenceScheduler:
         return sms(self.devices[device], self.free(device))
 
     def grantable_sms(self, device: int) -> int:
-        """The SMs of the largest partition that free cells can form."""
+        """Return the SMs of the largest partition that free cells can form."""
         cells = self.devices[device]
         masks = [mask for mask in subsets(self.free(device)) if possible(cells, mask)]
         return max((sms(cells, mask) for mask in masks), default=0)
@@ -48,7 +48,7 @@ class ReferenceScheduler:
         return sorted(self.waiting, key=lambda request: (-request.priority, request.order))
 
     def where_fits(self, request: Request) -> list[int]:
-        """The devices on which it fits now and that are not kept for another request."""
+        """Return the devices on which a request fits now and that are kept for no other request."""
         return [
             device
             for device in request.devices
@@ -62,7 +62,7 @@ class ReferenceScheduler:
         ]
 
     def where_fits_ever(self, request: Request, *, beside_own: bool) -> list[int]:
-        """The devices on which it fits when all other leases have ended."""
+        """Return the devices on which a request fits once all other leases have ended."""
         able = []
         for device in request.devices:
             cells, own = self.devices[device], 0
@@ -77,7 +77,7 @@ class ReferenceScheduler:
     # -- what happens --------------------------------------------------------------------------
 
     def keep_a_device(self, now: float) -> None:
-        """The first request that does not fit: once it has aged, a device is kept for it."""
+        """Keep a device for the first request that does not fit, if it has aged."""
         blocked = [request for request in self.in_order() if not self.where_fits(request)]
         if self.kept is None and blocked and now - blocked[0].arrived >= self.ageing:
             able = self.where_fits_ever(blocked[0], beside_own=True) or blocked[0].devices
@@ -86,7 +86,7 @@ class ReferenceScheduler:
             self.kept = (blocked[0], chosen)
 
     def take_over(self, request: Request) -> None:
-        """The real one granted a request: it was right to, and its leases are right."""
+        """Check a grant of the real scheduler and its leases, and adopt them."""
         able = self.where_fits(request)
         (device,) = {lease.device for lease in request.grants}
         assert device in able

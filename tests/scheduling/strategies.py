@@ -10,7 +10,7 @@ from greensched.typing import REST
 
 @st.composite
 def devices(draw: st.DrawFn, most_cells: int = 5) -> DeviceCells:
-    """With or without a remainder, smaller or larger than a cell, joining or not."""
+    """Draw devices with or without a remainder, which may be larger than a cell and may join."""
     remainder = draw(st.integers(0, 6))
     return DeviceCells(
         size=draw(st.integers(1, 4)),
@@ -21,7 +21,7 @@ def devices(draw: st.DrawFn, most_cells: int = 5) -> DeviceCells:
 
 
 def plain_demands(most: int = 24) -> st.SearchStrategy[SizeRange]:
-    """A number of SMs, or a pair of them."""
+    """Draw a number of SMs, or a range."""
     pairs = st.tuples(st.integers(1, most), st.integers(0, most))
     return pairs.map(lambda pair: SizeRange(pair[0], pair[0] + pair[1])) | st.integers(1, most).map(
         lambda sms: SizeRange(sms, sms)
@@ -30,7 +30,7 @@ def plain_demands(most: int = 24) -> st.SearchStrategy[SizeRange]:
 
 @st.composite
 def joint_demands(draw: st.DrawFn) -> tuple[SizeRange, ...]:
-    """Two or three parts; one of them may be REST."""
+    """Draw two or three parts, of which one may be REST."""
     parts = draw(st.lists(plain_demands(12), min_size=1, max_size=3))
     if len(parts) == 1 or draw(st.booleans()):
         parts.insert(draw(st.integers(0, len(parts))), SizeRange(0, 0, REST))

@@ -1,4 +1,4 @@
-"""A device that may have no other executor: what waits, what is made, and that nothing starves."""
+"""Devices at their limit of executors: which requests wait, what is made, and that none starves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWOS = DeviceCells(size=2, count=66)
 
 
 class Bounded:
-    """A scheduler with executors over some sets, and with room for so many."""
+    """A scheduler with executors over some sets of cells, and a limit of executors."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Bounded:
         self.scheduler.ready_masks[0].setdefault(mask.bit_count(), {})[mask] = None
 
     def make(self, now: float = 0.0) -> list[Request]:
-        """Make every missing executor; return the requests that are then granted."""
+        """Make every missing executor; return the requests that this grants."""
         granted: list[Request] = []
         while self.scheduler.missing_executors:
             (_, mask), _ = self.scheduler.missing_executors.popitem()
@@ -70,7 +70,7 @@ class Bounded:
 
 
 def test_a_request_waits_for_an_executor_of_its_size() -> None:
-    """Cells that are free do not suffice; the set with an executor does once it is free."""
+    """Free cells are not enough: the request waits until a set with an executor is free."""
     bounded = Bounded([0b11, 0b1110])
     first, second = bounded.ask(16), bounded.ask(16)
     assert [grant.mask for grant in first.grants] == [0b11]
@@ -80,7 +80,7 @@ def test_a_request_waits_for_an_executor_of_its_size() -> None:
 
 
 def test_a_size_without_an_executor_gets_one_all_the_same() -> None:
-    """Otherwise it would wait without end: over the cells that it has on an idle device."""
+    """A size without an executor gets one on an idle device; its request would wait for ever."""
     bounded = Bounded([0b1])
     first = bounded.ask(8)
     second = bounded.ask(16)
@@ -90,7 +90,7 @@ def test_a_size_without_an_executor_gets_one_all_the_same() -> None:
 
 
 def test_sizes_of_one_request_get_executors_that_are_disjoint() -> None:
-    """Also the rest of the device, which no other request has."""
+    """The parts of a joint request, REST included, get executors over disjoint cells."""
     bounded = Bounded([0b1, 0b11])
     first = bounded.ask(8)
     joint = bounded.ask(16, 24, SizeRange(0, 0, REST))
@@ -104,7 +104,7 @@ def test_sizes_of_one_request_get_executors_that_are_disjoint() -> None:
 
 
 def test_an_executor_over_cells_of_its_own_holder_does_not_count() -> None:
-    """A holder that waits for the end of its own lease would wait for itself."""
+    """Executors over the holder's own lease do not count: it would wait for itself."""
     bounded = Bounded([0b111, 0b11])
     bounded.ask(24, holder="task")
     nested = bounded.ask(16, holder="task")
@@ -114,7 +114,7 @@ def test_an_executor_over_cells_of_its_own_holder_does_not_count() -> None:
 
 
 def test_an_executor_over_cells_of_a_lease_that_may_never_end_does_not_count() -> None:
-    """A request waits for a young lease; beside one of half a minute it gets an executor."""
+    """A request waits for a young lease; beside one of 30 s it gets an executor."""
     for since in (0.0, 29.0, 30.0):
         bounded = Bounded([0b111, 0b11])
         bounded.ask(24)
@@ -125,7 +125,7 @@ def test_an_executor_over_cells_of_a_lease_that_may_never_end_does_not_count() -
 
 
 def test_a_waiting_request_gets_an_executor_once_a_lease_may_never_end() -> None:
-    """Nothing else need happen: time alone suffices, and `next_deadline` says when."""
+    """It gets one when a lease becomes too old, at the time that `next_deadline` gives."""
     bounded = Bounded([0b111, 0b11])
     bounded.ask(24, now=1.0)
     second = bounded.ask(16, now=2.0)
@@ -138,7 +138,7 @@ def test_a_waiting_request_gets_an_executor_once_a_lease_may_never_end() -> None
 
 
 def test_owners_that_wait_for_each_other_on_an_idle_device_get_an_executor() -> None:
-    """Each needs the other's reserve, which is not lent while the other waits."""
+    """Two classes that each need the other's unlent reserve get an executor."""
     services = [
         ServiceClass(name, reserve=8, max_wait_for_reserve=1.0, preemptible=True) for name in "ab"
     ]
@@ -152,7 +152,7 @@ def test_owners_that_wait_for_each_other_on_an_idle_device_get_an_executor() -> 
 
 
 def test_an_elastic_request_takes_another_size_and_has_none_made() -> None:
-    """It would have 128 SMs of which 32 are leased; with room, an executor over 96 is made."""
+    """At the limit an elastic request takes a size that has an executor; below it, one is made."""
     for room in (0, 9):
         bounded = Bounded([0b1111, 0b11110000], room)
         bounded.ask(32)
@@ -162,7 +162,7 @@ def test_an_elastic_request_takes_another_size_and_has_none_made() -> None:
 
 
 def test_an_elastic_lease_has_no_better_executor_made_at_a_checkpoint() -> None:
-    """It keeps what it has, because there are executors over no larger set."""
+    """A checkpoint makes no executor for a larger set; the lease keeps its cells."""
     for room in (0, 9):
         bounded = Bounded([0b1111], room)
         (grant,) = bounded.ask(SizeRange(8, 128)).grants
@@ -173,7 +173,7 @@ def test_an_elastic_lease_has_no_better_executor_made_at_a_checkpoint() -> None:
 
 
 def test_a_class_beside_a_reserve_gets_executors_over_cells_that_it_may_have() -> None:
-    """Those over cells of the reserve would never be granted to it."""
+    """A class gets no executors over another's reserve, which it could not be granted."""
     services = [ServiceClass("owner", reserve=64), ServiceClass("other")]
     bounded = Bounded([], services=services)
     bounded.make()
@@ -194,7 +194,7 @@ def test_a_class_beside_a_reserve_gets_executors_over_cells_that_it_may_have() -
 def test_no_request_starves_and_few_executors_are_made(
     cells: DeviceCells, services: tuple[ServiceClass, ...]
 ) -> None:
-    """Of 4,000 leases of many sizes each is granted; without a limit, thousands would be made."""
+    """Each of 4,000 leases of many sizes is granted; without a limit, thousands would be made."""
     menu, rng, numbers = cells.menu(40), random.Random(2), count()
     bounded = Bounded(menu, 60, cells=cells, services=services)
     names = [service.name for service in services] or [""]

@@ -1,4 +1,4 @@
-"""Arithmetic of SM sets, against every set there is."""
+"""The arithmetic of sets of cells, compared with a search of every set."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NO_NAMED = [(ALL, 8), (0, ALL), (8, REST), (ALL, ALL)]
 
 @pytest.mark.parametrize("size", [*NO_NUMBERS, *NO_PAIRS, *NO_NAMED], ids=repr)
 def test_what_is_no_size_is_refused(size: object) -> None:
-    """Only a positive int, an ordered pair of them or with ALL, ALL and REST are sizes."""
+    """Only positive ints, ascending pairs, ALL and REST are sizes; others are refused."""
     with pytest.raises(InvalidSize, match="is not a size"):
         parse_size(size)  # type: ignore[arg-type]
 
 
 def test_sizes_are_read() -> None:
-    """An int is exact, a pair a range, a name depends on the device; a huge int is a size."""
+    """An int is exact, a pair is a range, and ALL depends on the device; any int is a size."""
     assert parse_size(16) == SizeRange(16, 16)
     assert parse_size((8, 64)) == SizeRange(8, 64)
     assert parse_size(10**9) == SizeRange(10**9, 10**9)
@@ -62,7 +62,7 @@ def test_sizes_are_read() -> None:
     ],
 )
 def test_sizes_that_cannot_stand_together_are_refused(sizes: tuple[int, ...], message: str) -> None:
-    """An empty joint request, ALL beside anything, and two RESTs can never be right."""
+    """An empty joint request, ALL beside another part, and two RESTs are refused."""
     with pytest.raises(InvalidRequest, match=message):
         parse_sizes(sizes)
 
@@ -72,7 +72,7 @@ def test_sizes_that_cannot_stand_together_are_refused(sizes: tuple[int, ...], me
 
 @given(devices())
 def test_sets_add_up(cells: DeviceCells) -> None:
-    """Counting SMs and asking what is possible agree with the naive answers for every set."""
+    """For every set, the SM count and whether it is possible agree with the reference."""
     assert cells.total == cells.size * cells.count + cells.remainder
     assert cells.cell_mask & cells.remainder_mask == 0
     assert cells.cell_mask | cells.remainder_mask == cells.full_mask
@@ -83,7 +83,7 @@ def test_sets_add_up(cells: DeviceCells) -> None:
 
 @given(devices(), st.integers(0, 70))
 def test_menu_is_possible_and_unique(cells: DeviceCells, limit: int) -> None:
-    """`menu` names partitions that can exist, each once, everything first, no more than wanted."""
+    """`menu` has possible partitions, each once, the whole device first, within its limit."""
     menu = cells.menu(limit)
     assert len(menu) <= limit
     assert len(menu) == len(set(menu))
@@ -93,7 +93,7 @@ def test_menu_is_possible_and_unique(cells: DeviceCells, limit: int) -> None:
 
 @given(devices())
 def test_menu_has_what_a_pair_needs(cells: DeviceCells) -> None:
-    """Beside each aligned block in a menu without bounds stands what REST is beside it."""
+    """For each aligned block, an unlimited menu also has the rest of the device."""
     menu = set(cells.menu(1000))
     for power in range(cells.count.bit_length()):
         for start in range(0, cells.count - (1 << power) + 1, 1 << power):
@@ -105,14 +105,14 @@ def test_menu_has_what_a_pair_needs(cells: DeviceCells) -> None:
 
 @given(devices(), st.integers(0, 40))
 def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
-    """No partition of at most so many SMs is larger, and one is as large."""
+    """`largest` is reached by a partition, and no partition within the limit is larger."""
     sizes = [sms(cells, mask) for mask in subsets(cells.full_mask) if possible(cells, mask)]
     assert cells.largest(most) == max((size for size in sizes if size <= most), default=0)
 
 
 @given(devices(), st.integers(1, 40))
 def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int) -> None:
-    """Sizes rise from the smallest with at least so many SMs, in steps of a cell."""
+    """Sizes rise in steps of a cell from the smallest partition with at least so many SMs."""
     possible_sizes = [
         sms(cells, mask) for mask in subsets(cells.full_mask) if possible(cells, mask)
     ]
@@ -124,7 +124,7 @@ def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int)
 
 
 def test_a_short_menu_has_what_moves_a_border() -> None:
-    """Cut by twos, an H100 has partitions for two that share it, wherever their border is."""
+    """With cells of two SMs, an H100's menu has a partition on each side of every border."""
     fine = DeviceCells(size=2, count=66)
     menu = fine.menu(MAX_PREBUILT)
     assert len(menu) == MAX_PREBUILT
@@ -133,7 +133,7 @@ def test_a_short_menu_has_what_moves_a_border() -> None:
 
 
 def test_menu_of_an_h100_fits_the_bound() -> None:
-    """The menu of a real device has every number of cells, and needs no more than 96 executors."""
+    """The menu of an H100 has every number of cells and at most 96 executors."""
     menu = H100.menu(1000)
     assert len(menu) <= 96
     assert {mask.bit_count() for mask in menu} >= set(range(1, H100.count + 1))
@@ -141,7 +141,7 @@ def test_menu_of_an_h100_fits_the_bound() -> None:
 
 @given(devices(), st.data())
 def test_complement_is_the_rest(cells: DeviceCells, data: st.DataObject) -> None:
-    """A set and its complement are disjoint, and nothing more could join the complement."""
+    """A set and its complement are disjoint, and no other cell could join the complement."""
     mask = data.draw(st.integers(0, cells.full_mask))
     rest = cells.complement(mask)
     assert rest == rest_of(cells, mask)
@@ -155,7 +155,7 @@ def test_complement_is_the_rest(cells: DeviceCells, data: st.DataObject) -> None
 def test_fit_finds_cells_exactly_when_there_are_some(
     device: tuple[DeviceCells, int], wanted: SizeRange
 ) -> None:
-    """`fit` is 0 exactly when no possible set of free cells is enough; else one that is."""
+    """`fit` returns 0 exactly if no possible set of free cells is enough, and else such a set."""
     cells, free = device
     mask = cells.fit(free, wanted)
     if not fits(cells, free, (wanted,)):
@@ -170,7 +170,7 @@ def test_fit_finds_cells_exactly_when_there_are_some(
 def test_fit_gives_an_elastic_demand_all_it_can_use(
     device: tuple[DeviceCells, int], wanted: SizeRange
 ) -> None:
-    """No free cell stays behind that could be added without exceeding `most`."""
+    """`fit` leaves no free cell that could be added without exceeding `most`."""
     cells, free = device
     mask = cells.fit(free, wanted)
     for bit in range(cells.count + 1):
@@ -183,7 +183,7 @@ def test_fit_gives_an_elastic_demand_all_it_can_use(
 def test_warm_partitions_are_preferred_and_change_nothing_else(
     device: tuple[DeviceCells, int], wanted: SizeRange, data: st.DataObject
 ) -> None:
-    """A warm partition of the right number of free cells is taken; the size granted is the same."""
+    """`fit` prefers partitions with executors, and grants the same size as without them."""
     cells, free = device
     masks = data.draw(st.lists(st.integers(1, cells.full_mask), max_size=6, unique=True))
     warm: dict[int, list[int]] = {}
@@ -199,7 +199,7 @@ def test_warm_partitions_are_preferred_and_change_nothing_else(
 
 @given(free_cells())
 def test_all_is_the_whole_device(device: tuple[DeviceCells, int]) -> None:
-    """ALL, and REST alone, are every cell, once every cell is free."""
+    """ALL, and REST alone, need every cell, and fit once every cell is free."""
     cells, free = device
     whole = cells.full_mask if free == cells.full_mask else 0
     assert cells.fit(free, SizeRange(0, 0, ALL)) == whole
@@ -207,7 +207,7 @@ def test_all_is_the_whole_device(device: tuple[DeviceCells, int]) -> None:
 
 
 def test_an_h100_by_hand() -> None:
-    """The cells of the published split: 15 x 8 and 12 over that join nothing."""
+    """An H100 has 15 cells of 8 SMs and a remainder of 12, which joins no other cell."""
     every, equal, leftover = H100.full_mask, H100.cell_mask, H100.remainder_mask
     assert H100.total == 132
     assert H100.fit(every, parse_size(16)) == 0b11
@@ -224,7 +224,7 @@ def test_an_h100_by_hand() -> None:
 
 
 def test_a_remainder_that_joins_by_hand() -> None:
-    """Where the remainder may join, it makes up for cells that are not free, or adds to them."""
+    """A remainder that joins replaces cells that are not free, or adds to them."""
     cells = DeviceCells(size=8, count=15, remainder=12, joins=True)
     assert cells.fit(cells.remainder_mask | 0b1, parse_size(16)) == cells.remainder_mask | 0b1
     assert cells.fit(cells.remainder_mask | 0b1, parse_size((8, 20))) == cells.remainder_mask | 0b1
@@ -242,7 +242,7 @@ def test_a_remainder_that_joins_by_hand() -> None:
 def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
     device: tuple[DeviceCells, int], parts: tuple[SizeRange, ...]
 ) -> None:
-    """`fit_all` is empty exactly when no disjoint sets are enough; else it gives such sets."""
+    """`fit_all` is empty exactly if no disjoint sets are enough, and else returns such sets."""
     cells, free = device
     masks = cells.fit_all(free, parts)
     assert bool(masks) is fits(cells, free, parts)
@@ -263,7 +263,7 @@ def test_a_joint_request_fits_exactly_when_disjoint_sets_exist(
 
 
 def test_the_remainder_goes_where_it_helps() -> None:
-    """(12, 8, 8) fits on 2 x 8 and 12 over: the remainder is the part that would need two cells."""
+    """(12, 8, 8) fits on two cells of 8 and a remainder of 12, which serves the part of 12."""
     cells = DeviceCells(size=8, count=2, remainder=12)
     assert cells.fit_all(cells.full_mask, parse_sizes((12, 8, 8))) == (
         cells.remainder_mask,
@@ -293,7 +293,7 @@ def test_the_remainder_goes_where_it_helps() -> None:
 
 
 def test_elastic_parts_share_what_is_left() -> None:
-    """No elastic part takes what another part needs; then they stretch in their order."""
+    """No elastic part takes cells that another part needs; then the parts grow in order."""
     cells = DeviceCells(size=8, count=8)
     masks = cells.fit_all(cells.full_mask, parse_sizes(((8, 64), (16, 32), 16)))
     assert [mask.bit_count() for mask in masks] == [4, 2, 2]
@@ -302,7 +302,7 @@ def test_elastic_parts_share_what_is_left() -> None:
 
 
 def test_rest_is_every_other_cell() -> None:
-    """`(16, REST)` covers the device, less a remainder that cannot join."""
+    """`(16, REST)` covers the device, except a remainder that cannot join."""
     first, rest = H100.fit_all(H100.full_mask, parse_sizes((16, REST)))
     assert (first, rest) == (0b11, H100.cell_mask & ~0b11)
     rest, first = H100.fit_all(H100.full_mask, parse_sizes((REST, 120)))
@@ -312,12 +312,12 @@ def test_rest_is_every_other_cell() -> None:
 
 
 def test_no_cells_form_no_partition() -> None:
-    """Where no cell is left, not one SM can be granted."""
+    """Without cells no SM can be granted."""
     assert DeviceCells(size=8, count=4, remainder=4).largest_within(0) == 0
 
 
 def test_each_shared_grant_has_a_mask_of_its_own() -> None:
-    """It has every cell, and differs from those of others and from the device's own."""
+    """A shared grant's mask has every cell and differs from every other mask."""
     cells = DeviceCells(size=8, count=4, remainder=4)
     masks = {cells.shared_mask(number) for number in range(4)}
     assert len(masks - {cells.full_mask}) == 4
@@ -325,21 +325,21 @@ def test_each_shared_grant_has_a_mask_of_its_own() -> None:
 
 
 def test_the_nearest_request_that_fits_has_fewer_parts_rather_than_empty_ones() -> None:
-    """A part that cannot have one cell is left out."""
+    """`nearest` leaves out a part that cannot have one cell."""
     cells = DeviceCells(size=8, count=2)
     assert cells.nearest(cells.full_mask, parse_sizes((8, 8, 8))) == (8, 8)
     assert cells.nearest(cells.full_mask, parse_sizes((16, 8))) == (8, 8)
 
 
 def test_only_the_whole_device_has_cells_and_a_remainder_that_does_not_join() -> None:
-    """With one SM less than all, the largest partition is made of cells."""
+    """Below the whole device, the largest partition has cells and no remainder."""
     assert H100.largest(132) == 132
     assert H100.largest(131) == 120
     assert H100.largest(12) == 12
 
 
 def test_a_remainder_that_does_not_join_is_granted_alone() -> None:
-    """A size that only the remainder has left gets no cell with it."""
+    """A request that only the remainder fits gets the remainder and no cell."""
     free = H100.remainder_mask | 0b1
     assert H100.fit(free, SizeRange(12, 12)) == H100.remainder_mask
     assert H100.fit_all(0, (SizeRange(8, 8),)) == ()

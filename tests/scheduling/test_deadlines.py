@@ -1,4 +1,4 @@
-"""What is due, what can be done in time, quotas, and which device comes first."""
+"""Deadlines, admission, quotas, and the choice of a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORK = st.tuples(st.integers(0, 900), st.integers(1, 40))
 def test_the_agenda_is_a_list_of_what_is_due(
     items: list[tuple[int, int]], asked: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """What is due by a time, and whether more fits in, is what adding it all up says."""
+    """The work due by a time, and whether more fits, agree with a sum over all requests."""
     ledger, listed, now = DeadlineLedger(SMS), [], 0.0
     for bucket, work in items:
         due = (bucket + 0.5) * BUCKET
@@ -65,7 +65,7 @@ def test_the_agenda_is_a_list_of_what_is_due(
 
 
 def test_a_deadline_beyond_all_time_is_one() -> None:
-    """However far away a request is due, it is taken, and counts with those a second away."""
+    """A request with a deadline far in the future is accepted, and so is one a second away."""
     scheduler = make(ServiceClass("a", latency=1e307), policy=Deadline())
     held = ask(scheduler, 0.0, ALL)
     waiting = [ask(scheduler, 0.0, 8, "a", duration=0.1, deadline=d) for d in (None, 1.7e308)]
@@ -76,7 +76,7 @@ def test_a_deadline_beyond_all_time_is_one() -> None:
 
 
 def test_what_takes_longer_than_its_deadline_is_refused() -> None:
-    """Alone on an idle device it would be late: nothing is granted or queued, and it says when."""
+    """A request that would be late even alone is refused, with the time that it needs."""
     scheduler = make()
     with pytest.raises(DeadlineImpossible) as caught:
         ask(scheduler, 5.0, 8, duration=0.2, deadline=5.1)
@@ -88,7 +88,7 @@ def test_what_takes_longer_than_its_deadline_is_refused() -> None:
 
 
 def test_a_request_that_would_wait_too_long_is_refused() -> None:
-    """What runs and what waits before it is counted."""
+    """Admission counts the leases in progress and the requests that wait before it."""
     scheduler = make()
     ask(scheduler, 0.0, ALL, duration=0.1)
     ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.25)
@@ -100,7 +100,7 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", [Fifo(), Deadline()])
 def test_a_declared_duration_that_is_wrong_locks_no_class_out(policy: Policy) -> None:
-    """Declared five times too long, above the latency: at most 1 % is refused after a hundred."""
+    """With durations declared 5 times too long, at most 1 % is refused after 100 requests."""
     scheduler = make(ServiceClass("a", latency=0.100), policy=policy)
     refused = []
     for i in range(400):
@@ -114,7 +114,7 @@ def test_a_declared_duration_that_is_wrong_locks_no_class_out(policy: Policy) ->
 
 
 def test_a_declared_duration_that_is_right_is_believed() -> None:
-    """Where leases do take longer than the latency, fewer and fewer are tried."""
+    """If leases do take longer than the latency, fewer and fewer probes are admitted."""
     scheduler = make(ServiceClass("a", latency=0.100))
     tried = 0
     for i in range(400):
@@ -128,7 +128,7 @@ def test_a_declared_duration_that_is_right_is_believed() -> None:
 
 
 def overloaded(policy: Policy, seed: int) -> tuple[int, int]:
-    """Return how many requests of 48 of 132 SMs are admitted at 1.3 times the load, and in time."""
+    """Return how many of the 48-SM requests are admitted at 1.3 times the load, and in time."""
     rng, order = random.Random(seed), itertools.count()
     cells = DeviceCells(size=8, count=16, remainder=4)
     scheduler = Scheduler([cells], policy, 1000, services=[ServiceClass("a", latency=0.060)])
@@ -156,7 +156,7 @@ def overloaded(policy: Policy, seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_admission_counts_what_packs(seed: int) -> None:
-    """Of a size that fits twice, not 2.75 times, no more is admitted than is served in time."""
+    """For a size that fits twice, admission counts 2 at once and not 132 / 48."""
     admitted, in_time = overloaded(Deadline(), seed)
     assert in_time >= 0.99 * admitted
     assert in_time >= 0.95 * 3.0 * 2 / 0.010, "the device is in use"
@@ -164,7 +164,7 @@ def test_admission_counts_what_packs(seed: int) -> None:
 
 @pytest.mark.parametrize("overrun", [0.0, 50.0])
 def test_a_lease_that_overruns_makes_no_room(overrun: float) -> None:
-    """However late it is, what waits still needs the whole device for as long as it said."""
+    """However late a lease is, waiting requests still count with their whole duration."""
     scheduler = make(ServiceClass("a"), policy=Deadline())
     ask(scheduler, 0.0, ALL, "a", duration=1.0)
     now = 1.0 + overrun
@@ -174,7 +174,7 @@ def test_a_lease_that_overruns_makes_no_room(overrun: float) -> None:
 
 
 def test_a_queue_in_order_of_arrival_is_measured_by_what_packs() -> None:
-    """Of eight that wait, two fit together, not 2.75: the next one would begin at 0.5 s."""
+    """Two of eight waiting requests run at once, not 2.75: the next would begin at 0.5 s."""
     scheduler = Scheduler([DeviceCells(size=8, count=16, remainder=4)], Fifo(), 100)
     for _ in range(10):
         ask(scheduler, 0.0, 48, duration=0.1)
@@ -188,7 +188,7 @@ TWO_PRIORITIES = ServiceClass("high", priority=1), ServiceClass("low")
 
 
 def test_a_higher_class_is_not_refused_for_a_lower_one() -> None:
-    """That one would be late goes for nothing: the higher class goes before it anyway."""
+    """A lower class's deadline does not count, because the higher class goes first."""
     scheduler = make(*TWO_PRIORITIES, policy=Deadline())
     held = ask(scheduler, 0.0, ALL, duration=0.1)
     ask(scheduler, 0.0, ALL, "low", duration=0.1, deadline=0.22)
@@ -197,7 +197,7 @@ def test_a_higher_class_is_not_refused_for_a_lower_one() -> None:
 
 
 def test_a_lower_class_counts_all_that_waits_of_a_higher_one() -> None:
-    """Whenever that is due, it goes before."""
+    """Every waiting request of a higher class goes first, whatever its deadline."""
     scheduler = make(*TWO_PRIORITIES, policy=Deadline())
     ask(scheduler, 0.0, ALL, duration=0.1)
     ask(scheduler, 0.0, ALL, "high", duration=0.1, deadline=5.0)
@@ -208,7 +208,7 @@ def test_a_lower_class_counts_all_that_waits_of_a_higher_one() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_what_is_late_after_a_blocked_loop_goes_behind_what_is_not(known: bool) -> None:
-    """Requests that became late while nothing was decided do not make the next ones late."""
+    """Requests that became late during a blocked loop do not make the next ones late."""
     scheduler = make(ServiceClass("a", latency=0.1), policy=Deadline())
     duration = 0.02 if known else None
     held = ask(scheduler, 0.0, ALL, "a", duration=duration)
@@ -262,7 +262,7 @@ def test_a_flash_crowd_leaves_the_device_to_what_can_be_in_time(
 
 @given(st.lists(st.integers(1, 132), min_size=1, max_size=8))
 def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> None:
-    """By no measure of the work is more refused than can be packed."""
+    """No measure of the work refuses more than the device can pack."""
     cells = DeviceCells(size=8, count=16, remainder=4)
     if sum(map(cells.cells_for, sizes)) <= cells.count:
         shares = [Packing([cells]).shares(sms) for sms in sizes]
@@ -271,7 +271,7 @@ def test_what_fits_together_counts_as_one_device_at_most(sizes: list[int]) -> No
 
 @pytest.mark.parametrize("slack", range(1, 30))
 def test_admission_is_monotone_in_slack(slack: int) -> None:
-    """A request that is admitted would be admitted with any later deadline, too."""
+    """A request that is admitted would also be admitted with any later deadline."""
     outcomes = []
     for deadline in (slack * 0.02, slack * 0.02 + 0.02):
         scheduler = make(policy=Deadline())
@@ -287,7 +287,7 @@ def test_admission_is_monotone_in_slack(slack: int) -> None:
 
 
 def test_an_admitted_request_is_not_made_late() -> None:
-    """By earliest deadline, a more urgent request is refused if others would miss theirs."""
+    """A more urgent request is refused if admitted requests would miss their deadlines."""
     scheduler = make(policy=Deadline())
     ask(scheduler, 0.0, ALL, duration=0.1)
     ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.22)
@@ -299,7 +299,7 @@ def test_an_admitted_request_is_not_made_late() -> None:
 
 
 def test_an_elastic_lease_of_equal_priority_counts_to_its_end() -> None:
-    """It need not give way to its equals, so its work may make admitted requests late."""
+    """An elastic lease of equal priority gives nothing back, so all its work counts."""
     scheduler = make(policy=Deadline())
     ask(scheduler, 0.0, (8, 32), duration=0.1)
     ask(scheduler, 0.0, ALL, duration=0.1, deadline=0.22)
@@ -308,7 +308,7 @@ def test_an_elastic_lease_of_equal_priority_counts_to_its_end() -> None:
 
 
 def test_a_request_goes_behind_others_when_it_becomes_late() -> None:
-    """`next_deadline` says when: what was kept from the others until then is granted."""
+    """At the time that `next_deadline` gives, a late request lets the others pass."""
     scheduler = make(ServiceClass("a", latency=0.05), policy=Deadline())
     ask(scheduler, 0.0, 16, "a")
     late = ask(scheduler, 0.0, 32, "a")
@@ -321,7 +321,7 @@ def test_a_request_goes_behind_others_when_it_becomes_late() -> None:
 
 
 def test_work_of_a_request_that_became_late_delays_no_other() -> None:
-    """A request that went behind others because it is late does not count before the next ones."""
+    """The work of a late request, which goes last, does not count for later requests."""
     scheduler = make(ServiceClass("a", latency=0.1), policy=Deadline())
     ask(scheduler, 0.0, ALL)
     ask(scheduler, 0.0, ALL, "a", duration=0.05)
@@ -330,7 +330,7 @@ def test_work_of_a_request_that_became_late_delays_no_other() -> None:
 
 
 def test_work_that_is_due_later_delays_no_other_after_a_quiet_time() -> None:
-    """A queue that was empty for longer than its ledger is still knows what is due first."""
+    """After a long idle time the ledger still orders work by its deadlines."""
     classes = ServiceClass("slow", latency=0.9), ServiceClass("quick", latency=0.1)
     scheduler = make(*classes, policy=Deadline())
     (lease,) = ask(scheduler, 0.0, ALL, "slow").grants
@@ -342,7 +342,7 @@ def test_work_that_is_due_later_delays_no_other_after_a_quiet_time() -> None:
 
 
 def test_a_late_request_can_be_queued_behind_others() -> None:
-    """A class that says so has its late requests queued, after those that can be in time."""
+    """With `on_late="queue"` a late request waits behind those that can be in time."""
     scheduler = make(ServiceClass("a", latency=0.1, on_late="best_effort"), policy=Deadline())
     held = ask(scheduler, 0.0, ALL, "a")
     late = ask(scheduler, 0.0, ALL, "a", duration=0.2)
@@ -353,7 +353,7 @@ def test_a_late_request_can_be_queued_behind_others() -> None:
 
 
 def test_the_earliest_deadline_goes_first() -> None:
-    """By deadline or latency, the earliest comes first; requests without one come last."""
+    """The earliest deadline or latency goes first; requests without one go last."""
     scheduler = make(ServiceClass("a", latency=1.0), policy=Deadline(ageing=10.0))
     held = ask(scheduler, 0.0, ALL)
     never, far = ask(scheduler, 0.0, ALL), ask(scheduler, 0.0, ALL, deadline=5.0)
@@ -371,7 +371,7 @@ def test_the_earliest_deadline_goes_first() -> None:
 
 @pytest.mark.fault("F11")
 def test_a_quota_is_kept_on_average() -> None:
-    """A class beyond its quota waits though cells are free, and is granted as soon as it may."""
+    """A class over its quota waits although cells are free, until its debt is paid."""
     scheduler = make(ServiceClass("a", quota=8.0), ServiceClass("b"))
     (lease,) = ask(scheduler, 0.0, 32, "a").grants
     scheduler.drained(1.0, lease)  # 32 SM-seconds: 8 were saved up, 8 came meanwhile
@@ -386,7 +386,7 @@ def test_a_quota_is_kept_on_average() -> None:
 
 
 def test_a_class_has_a_bound_of_its_own() -> None:
-    """Its `QueueFull` says how many of it wait, and when to come again by its own margin."""
+    """`QueueFull` of a class counts its own requests, and its `retry_after` is the class's."""
     scheduler = make(ServiceClass("a", max_waiting=1), ServiceClass("b"))
     ask(scheduler, 0.0, ALL)
     ask(scheduler, 0.0, 8, "a")
@@ -398,7 +398,7 @@ def test_a_class_has_a_bound_of_its_own() -> None:
 
 
 def test_devices_are_packed_or_spread() -> None:
-    """Packed, small requests fill one device and leave the other whole; data comes first."""
+    """`pack` fills one device with small requests; the data's device is preferred."""
     packed = Scheduler([DEVICE] * 2, Fifo(), 10, placement="pack")
     assert [ask(packed, 0.0, 8).grants[0].device for _ in range(5)] == [0, 0, 0, 0, 1]
     spread = make(devices=2)
@@ -408,7 +408,7 @@ def test_devices_are_packed_or_spread() -> None:
 
 
 def test_priorities_and_weights_can_be_any_numbers() -> None:
-    """Fractions and negative priorities order classes as integers do."""
+    """Fractional and negative priorities order classes as integers do."""
     scheduler = make(ServiceClass("a", priority=-0.5), ServiceClass("b", weight=0.1), policy=Fair())
     held = ask(scheduler, 0.0, ALL)
     a, b = ask(scheduler, 0.0, ALL, "a"), ask(scheduler, 0.0, ALL, "b")
@@ -424,7 +424,7 @@ TWO = (ServiceClass("a"), ServiceClass("b"))
 def test_a_deadline_that_passed_between_ticks_is_not_granted(
     classes: tuple[ServiceClass, ...],
 ) -> None:
-    """Cells that come free after a deadline go to the next request; the late one is refused."""
+    """Cells that become free after a deadline go to the next request; the late one is refused."""
     scheduler = make(*classes)
     names = [one.name for one in classes] or ["", ""]
     held = ask(scheduler, 0.0, ALL, names[0])

@@ -1,4 +1,4 @@
-"""Classes with sizes: few sets of cells, and the same ones again."""
+"""Classes with sizes: their leases use few sets of cells, and the same sets again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scheduler_of(*services: ServiceClass, cells: DeviceCells = H100) -> Schedule
 
 
 def grant(scheduler: Scheduler, service: str, *sizes: object) -> Grant:
-    """Return what a request is granted at once."""
+    """Return the grant of a request that fits at once."""
     request = scheduler.request(0.0, parse_sizes(sizes), service=service)
     assert request.state is GRANTED
     (granted,) = request.grants
@@ -36,7 +36,7 @@ def grant(scheduler: Scheduler, service: str, *sizes: object) -> Grant:
 
 
 def test_homes_contain_each_other_from_one_end() -> None:
-    """Each size is the one below it and more; several leases stand side by side."""
+    """Each size's home contains the smaller ones, and several leases fit beside each other."""
     down = home_masks(H100, (24, 48, 64), 64, 16, downward=True)
     assert down == {24: (0b111 << 13, 0b111 << 10), 48: (0b111111 << 10,), 64: (0xFF << 8,)}
     up = home_masks(H100, (24, 48), NO_CAP, 0, downward=False)
@@ -45,7 +45,7 @@ def test_homes_contain_each_other_from_one_end() -> None:
 
 
 def test_the_remainder_is_used_where_it_saves_sms() -> None:
-    """68 SMs are 8 cells and the 4 that the split left over, where these can be combined."""
+    """68 SMs are 8 cells and the remainder of 4, if these can be combined."""
     with_it = home_masks(H100, (68, 132), NO_CAP, 0, downward=False)
     assert with_it[68] == (0xFF | H100.remainder_mask,)
     assert with_it[132] == (H100.full_mask,)
@@ -54,7 +54,7 @@ def test_the_remainder_is_used_where_it_saves_sms() -> None:
 
 
 def test_two_classes_fill_a_device_from_its_ends() -> None:
-    """Whatever the border between them, each size of one fits beside its counterpart."""
+    """Each size of one class fits beside the matching size of the other, wherever the border is."""
     for small, large in ((24, 108), (48, 84), (64, 68)):
         for names in (("decode", "prefill"), ("prefill", "decode")):
             scheduler = scheduler_of(DECODE, PREFILL)
@@ -67,7 +67,7 @@ def test_two_classes_fill_a_device_from_its_ends() -> None:
 
 
 def test_a_lease_grows_and_shrinks_among_its_sizes() -> None:
-    """A checkpoint takes the largest size that is free, and never one between two sizes."""
+    """A checkpoint takes the largest of the class's sizes that is free."""
     scheduler = scheduler_of(DECODE, PREFILL)
     prefill = grant(scheduler, "prefill", 84)
     decode = grant(scheduler, "decode", (24, 64))
@@ -94,7 +94,7 @@ def test_a_reserve_is_the_classes_home() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_home_that_is_free_is_granted(seed: int) -> None:
-    """Whatever else is leased: one of its sizes, at home if that is free, else elsewhere."""
+    """A request gets one of its sizes, at home if that is free, and otherwise elsewhere."""
     draw = random.Random(seed)
     cells = draw.choice([H100, DeviceCells(size=8, count=9, remainder=6), DeviceCells(2, 66)])
     scheduler = scheduler_of(
@@ -127,7 +127,7 @@ def test_a_home_that_is_free_is_granted(seed: int) -> None:
 
 @pytest.mark.parametrize("sizes", [24, (48, 24), (24, 24), (0, 24), (24.0,), (24, 200), [24]])
 def test_what_sizes_cannot_be(sizes: object) -> None:
-    """Numbers of SMs in order, none above the cap; and no class with sizes is shared."""
+    """Sizes must ascend within the cap, and a class with sizes cannot be shared."""
     service = ServiceClass("decode", sizes=sizes, cap=64)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="sizes="):
         validate_services([service])
@@ -136,7 +136,7 @@ def test_what_sizes_cannot_be(sizes: object) -> None:
 
 
 def test_a_request_names_sizes_of_its_class() -> None:
-    """ALL is the largest; others are refused, with those that there are."""
+    """ALL means the largest size; other sizes are refused, with a list of the valid ones."""
     parser = RequestParser([DECODE, PREFILL])
     assert parser.parse((24, ALL), {"service": "decode"}).parts == (SizeRange(24, 64),)
     for wrong in (30, (24, 60), ALL):
@@ -145,7 +145,7 @@ def test_a_request_names_sizes_of_its_class() -> None:
 
 
 def test_a_checkpoint_takes_up_home_cells_that_have_an_executor() -> None:
-    """An elastic lease gets the largest home cells that are made, and others once they are."""
+    """An elastic lease grows to the largest home that has an executor."""
     made: set[int] = set()
     scheduler = Scheduler([H100], Fifo(), 100, lambda _, mask: mask in made, services=(DECODE,))
     smallest, _, middle, largest = scheduler.home_masks(0, "decode")
@@ -160,6 +160,6 @@ def test_a_checkpoint_takes_up_home_cells_that_have_an_executor() -> None:
 
 
 def test_a_class_with_sizes_needs_no_other_limit() -> None:
-    """In a pool without caps and reserves, a lease has one of the sizes of its class, too."""
+    """Without caps and reserves, a lease still has one of its class's sizes."""
     scheduler = scheduler_of(ServiceClass("sized", sizes=(24, 48)))
     assert grant(scheduler, "sized", (8, 132)).sms == 48

@@ -28,7 +28,7 @@ SEEDS = range(20)
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_program_locks_or_starves(policy: str) -> None:
-    """Nothing waits for what is free, for ever, or far longer than on fixed partitions."""
+    """No request waits for ever, for free cells, or far longer than on fixed partitions."""
     for seed in SEEDS:
         program = draw(seed)
         found = faults(program, policy, partitions(program))

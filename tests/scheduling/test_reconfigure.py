@@ -1,4 +1,4 @@
-"""Other classes and policies while requests wait and leases are held."""
+"""New classes and policies while requests wait and leases are held."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ask(scheduler: Scheduler, sms: Size, service: str = "", **options: object) -
 
 @pytest.mark.fault("B11")
 def test_a_new_reserve_fills_as_leases_end() -> None:
-    """Older leases end when they end, and what comes free is kept until it suffices."""
+    """Older leases keep their cells; free cells are kept until the new reserve is whole."""
     scheduler = make(BATCH)
     leases = [ask(scheduler, 16, "batch").grants[0] for _ in range(4)]
     waiting = ask(scheduler, 16, "batch")
@@ -40,7 +40,7 @@ def test_a_new_reserve_fills_as_leases_end() -> None:
 
 
 def test_a_removed_reserve_is_free_for_all_classes() -> None:
-    """SMs that were kept for the class are granted to waiting requests at once."""
+    """SMs of a removed reserve are granted to waiting requests at once."""
     scheduler = make(OWNER, ServiceClass("plain"))
     ask(scheduler, 32, "plain")
     waiting = ask(scheduler, 32, "plain")
@@ -50,7 +50,7 @@ def test_a_removed_reserve_is_free_for_all_classes() -> None:
 
 
 def test_a_lease_that_could_not_go_on_does_not_give_way() -> None:
-    """Under other classes it can never be granted again, so it keeps its SMs to its end."""
+    """A lease that the new classes could never grant again keeps its SMs until its end."""
     scheduler = make(ServiceClass("low"))
     (lease,) = ask(scheduler, (48, 64), "low").grants
     classes = [ServiceClass("high", priority=1, reserve=32), ServiceClass("low")]
@@ -62,7 +62,7 @@ def test_a_lease_that_could_not_go_on_does_not_give_way() -> None:
 
 
 def test_a_request_queued_again_that_can_never_be_granted_is_rejected() -> None:
-    """A lease that had given its SMs back for a while is rejected when it cannot go on."""
+    """A lease that gave way is rejected if the new classes can never grant it again."""
     scheduler = make(ServiceClass("low"))
     (lease,) = ask(scheduler, (48, 64), "low").grants
     assert scheduler.drained(1.0, lease) == []
@@ -75,7 +75,7 @@ def test_a_request_queued_again_that_can_never_be_granted_is_rejected() -> None:
 
 
 def test_no_request_is_dropped_with_its_class() -> None:
-    """Requests and leases of a class that is not there any more go on; new ones are refused."""
+    """Requests and leases of a removed class go on; new requests of it are refused."""
     scheduler = make(OWNER, BATCH)
     held = ask(scheduler, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 16, "owner")
@@ -90,7 +90,7 @@ def test_no_request_is_dropped_with_its_class() -> None:
 
 
 def test_loans_are_still_loans() -> None:
-    """What was lent of a reserve that stays comes back at the borrower's next checkpoint."""
+    """Loans from a reserve that stays return at the borrower's next checkpoint."""
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, (8, 64), "batch").grants
     scheduler.reconfigure(0.0, [OWNER, BATCH, ServiceClass("third")], None)
@@ -100,7 +100,7 @@ def test_loans_are_still_loans() -> None:
 
 
 def test_a_new_policy_orders_the_queue() -> None:
-    """Requests that waited already are served by the new policy's rank."""
+    """Waiting requests are served in the order of the new policy."""
     scheduler = make(ServiceClass("a"), ServiceClass("b"))
     held = ask(scheduler, ALL)
     late = ask(scheduler, ALL, "a", deadline=9.0)
@@ -112,7 +112,7 @@ def test_a_new_policy_orders_the_queue() -> None:
 
 
 def test_what_is_due_counts_once() -> None:
-    """Work that waits is counted once, however often the classes change."""
+    """Waiting work counts once in the ledger, however often the classes change."""
     scheduler = Scheduler([DEVICE], Deadline(), 1000, services=[ServiceClass("a")])
     held = ask(scheduler, ALL)
     waiting = ask(scheduler, ALL, "a", deadline=1.0, duration=0.3)
@@ -124,7 +124,7 @@ def test_what_is_due_counts_once() -> None:
 
 @pytest.mark.parametrize("rules", [{"reserve": 8}, {"cap": 16}])
 def test_a_request_that_can_no_longer_be_granted_is_rejected(rules: dict[str, int]) -> None:
-    """A request for more than the new reserves or its class's new cap leave does not wait."""
+    """A waiting request above the new reserves or cap is rejected."""
     scheduler = make(ServiceClass("a"))
     held = ask(scheduler, 8)
     waiting = ask(scheduler, ALL, "a" if "cap" in rules else "")
@@ -135,7 +135,7 @@ def test_a_request_that_can_no_longer_be_granted_is_rejected(rules: dict[str, in
 
 
 def test_a_request_above_the_new_sizes_of_its_class_is_rejected() -> None:
-    """Otherwise it would wait without end, and keep the device from all others."""
+    """A request above the new sizes would wait for ever and keep the device from others."""
     scheduler = make(ServiceClass("a"))
     held = ask(scheduler, ALL)
     waiting = [ask(scheduler, sms, "a") for sms in (40, (24, 40), 20)]
@@ -148,7 +148,7 @@ def test_a_request_above_the_new_sizes_of_its_class_is_rejected() -> None:
 
 
 def test_a_request_between_sizes_that_its_class_cannot_have_is_rejected() -> None:
-    """It would get the next larger size, which the new reserve of another class excludes."""
+    """The next larger size does not fit beside a new reserve, so the request is rejected."""
     scheduler = make(ServiceClass("a"))
     ask(scheduler, ALL)
     waiting = ask(scheduler, 40, "a")
@@ -158,7 +158,7 @@ def test_a_request_between_sizes_that_its_class_cannot_have_is_rejected() -> Non
 
 
 def test_what_cannot_be_changes_nothing() -> None:
-    """Reserves that do not fit are refused, and everything is as it was."""
+    """Reserves that do not fit are refused, and the classes stay as they were."""
     scheduler = make(OWNER)
     ask(scheduler, 32)
     waiting = ask(scheduler, 8)
@@ -171,7 +171,7 @@ def test_what_cannot_be_changes_nothing() -> None:
 
 
 def test_a_latency_of_a_class_that_is_gone_is_refused() -> None:
-    """The class may have been removed by another thread since the latency was checked."""
+    """`observe` is refused if another thread has removed the class meanwhile."""
     scheduler = Scheduler([DeviceCells(size=8, count=2)], Fifo(), 9, services=[ServiceClass("old")])
     scheduler.reconfigure(0.0, [ServiceClass("new")], None)
     with pytest.raises(InvalidRequest, match="unknown service 'old': this pool has new"):

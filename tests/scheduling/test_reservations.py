@@ -1,4 +1,4 @@
-"""Reserves, caps and loans, one by one."""
+"""Reserves, caps and loans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(scheduler: Scheduler, now: float, sms: Size, service: str, **options: ob
 
 
 def test_a_reserve_is_kept_for_its_owner() -> None:
-    """Other classes get what is not reserved, and the owner's reserve stays free."""
+    """Other classes get the SMs outside the reserve, which stays free for its owner."""
     scheduler = make(OWNER, PLAIN)
     assert ask(scheduler, 0.0, 32, "plain").state is GrantState.GRANTED
     waiting = ask(scheduler, 0.0, 8, "plain")
@@ -42,7 +42,7 @@ def test_a_reserve_is_kept_for_its_owner() -> None:
 
 
 def test_a_request_without_a_class_gets_no_reserved_sms() -> None:
-    """It belongs to a class that has no reserve and may not borrow."""
+    """A request without a class has no reserve and cannot borrow."""
     scheduler = make(OWNER)
     ask(scheduler, 0.0, 32, "")
     assert ask(scheduler, 0.0, 8, "").state is GrantState.QUEUED
@@ -52,7 +52,7 @@ def test_a_request_without_a_class_gets_no_reserved_sms() -> None:
 
 
 def test_free_cells_of_a_reserve_do_not_end_a_wait() -> None:
-    """A request that waits beside a reserve is overtaken by leases that end before it can begin."""
+    """Leases that end before a waiting request can begin overtake it, beside a reserve."""
     scheduler = make(ServiceClass("owner", reserve=32, max_wait_for_reserve=0), PLAIN)
     ask(scheduler, 0.0, 8, "plain", duration=4.0)
     whole = ask(scheduler, 0.0, 32, "plain")
@@ -62,7 +62,7 @@ def test_free_cells_of_a_reserve_do_not_end_a_wait() -> None:
 
 
 def test_a_reserve_is_one_block() -> None:
-    """What is kept stays in one piece, so that the owner gets a contiguous partition."""
+    """The cells of a reserve stay contiguous."""
     scheduler = make(OWNER, PLAIN)
     others = [ask(scheduler, 0.0, 8, "plain") for _ in range(4)]
     for request in others[::2]:
@@ -73,7 +73,7 @@ def test_a_reserve_is_one_block() -> None:
 
 @pytest.mark.fault("F11")
 def test_a_cap_bounds_what_a_class_holds() -> None:
-    """At its cap a class waits though cells are free, elastic leases stop there, others pass."""
+    """A class at its cap waits although cells are free, and other classes overtake it."""
     scheduler = make(ServiceClass("small", cap=16), PLAIN)
     first = ask(scheduler, 0.0, (8, 64), "small")
     assert first.grants[0].sms == 16
@@ -102,7 +102,7 @@ def test_only_a_lease_known_to_end_in_time_borrows() -> None:
 
 
 def test_a_loan_may_last_as_long_as_its_owner_waits() -> None:
-    """A request that must borrow for exactly that long waits for other leases to end."""
+    """A request that must borrow for longer waits for other leases to end."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 8, "plain")
     assert ask(scheduler, 0.0, 64, "batch", duration=0.010).state is GrantState.QUEUED
@@ -111,7 +111,7 @@ def test_a_loan_may_last_as_long_as_its_owner_waits() -> None:
 
 
 def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
-    """Where the owner may not wait so long nothing is lent, whatever the first part takes."""
+    """The owner's budget is compared with the longest part; the first part does not count."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     curve = LatencyCurve({8: [0.024], 24: [0.008]})
@@ -123,7 +123,7 @@ def test_several_parts_borrow_for_as_long_as_the_smallest_takes() -> None:
 
 @pytest.mark.parametrize("ageing", [0.020, math.inf])
 def test_no_device_is_kept_for_a_request_that_is_lent_nothing(ageing: float) -> None:
-    """A class that needs a loan, and took too long before, is refused and blocks no other."""
+    """A class that overran its loans gets none, and its request keeps no device from others."""
     scheduler = Scheduler([DEVICE], Fifo(ageing=ageing), 9, services=[OWNER, BATCH, PLAIN])
     held = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
     waiting = ask(scheduler, 0.0, ALL, "batch", duration=0.001)
@@ -137,7 +137,7 @@ def test_no_device_is_kept_for_a_request_that_is_lent_nothing(ageing: float) -> 
 
 @pytest.mark.parametrize("sms", [40, 64])
 def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
-    """Owners that wait for more than their reserves lend, once the whole device is free."""
+    """Owners that need more than their reserves lend to each other on an idle device."""
     rules = {
         "reserve": 32,
         "max_wait_for_reserve": 0.010,
@@ -154,7 +154,7 @@ def test_owners_do_not_wait_for_each_other_for_ever(sms: int) -> None:
 
 
 def test_a_class_beyond_its_quota_blocks_no_other() -> None:
-    """A device that is kept for a request goes to others once its class is beyond its quota."""
+    """A device kept for a request goes to others once its class is over its quota."""
     scheduler = make(ServiceClass("a", quota=8), PLAIN)
     held = [ask(scheduler, 0.0, 8, "a"), ask(scheduler, 0.0, 32, "plain")]
     ask(scheduler, 0.0, 48, "a")
@@ -166,21 +166,21 @@ def test_a_class_beyond_its_quota_blocks_no_other() -> None:
 
 @pytest.mark.parametrize("owner", [ServiceClass("owner", reserve=32), ServiceClass("owner", 64)])
 def test_an_owner_that_may_not_wait_lends_nothing(owner: ServiceClass) -> None:
-    """Its reserve stays idle, also where a lease would end soon."""
+    """Its reserve stays idle, even if a borrower's lease would end soon."""
     scheduler = make(owner, BATCH)
     with pytest.raises(TooManySMs):
         ask(scheduler, 0.0, ALL, "batch", duration=1e-6)
 
 
 def test_the_budget_is_half_of_the_latency() -> None:
-    """An owner with a latency target alone waits for loans up to half of it."""
+    """An owner without a blocking budget waits for loans for up to half of its latency."""
     assert ServiceClass("a", latency=0.050).reserve_wait == 0.025
     assert ServiceClass("a", latency=0.050, max_wait_for_reserve=0.0).reserve_wait == 0
     assert ServiceClass("a").reserve_wait == 0
 
 
 def test_an_elastic_lease_borrows_above_its_least() -> None:
-    """What it keeps until its end is its own; what the next checkpoint gives back may be lent."""
+    """The minimum must be the borrower's own; cells above it may be borrowed."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 24, "plain")
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch").grants
@@ -190,7 +190,7 @@ def test_an_elastic_lease_borrows_above_its_least() -> None:
 
 
 def test_a_loan_comes_back_at_the_checkpoint() -> None:
-    """An owner waits for the borrower's checkpoint alone, and has all of its reserve then."""
+    """An owner waits only for the borrower's next checkpoint, and then has its whole reserve."""
     scheduler = make(OWNER, BATCH)
     (lease,) = ask(scheduler, 0.0, (8, 64), "batch").grants
     owner = ask(scheduler, 1.0, 32, "owner")
@@ -202,7 +202,7 @@ def test_a_loan_comes_back_at_the_checkpoint() -> None:
 
 
 def test_a_loan_is_not_renewed_while_its_owner_waits() -> None:
-    """What the owner cannot use yet is kept for it all the same."""
+    """Cells that the owner cannot use yet are kept for it, and not lent again."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 8, "plain")
     first, second = (ask(scheduler, 0.0, 16, "batch").grants[0] for _ in range(2))
@@ -228,7 +228,7 @@ def test_an_owner_that_stops_waiting_lends_again() -> None:
 
 
 def test_an_owner_with_its_whole_reserve_takes_no_loan_back() -> None:
-    """What was lent is the borrower's own from then on, and counts against no reserve."""
+    """The borrower then keeps its cells, which no longer count against the reserve."""
     scheduler = make(OWNER, BATCH, PLAIN)
     (plain,) = ask(scheduler, 0.0, 32, "plain").grants
     (borrowed,) = ask(scheduler, 0.0, 32, "batch").grants
@@ -242,7 +242,7 @@ def test_an_owner_with_its_whole_reserve_takes_no_loan_back() -> None:
 
 
 def test_a_class_that_ran_longer_than_declared_borrows_no_more() -> None:
-    """A class whose lease outlasted the owner's budget gets nothing on loan for a time."""
+    """A class whose lease outlasted the owner's budget cannot borrow for a time."""
     scheduler = make(OWNER, BATCH, PLAIN)
     ask(scheduler, 0.0, 32, "plain")
     (late,) = ask(scheduler, 0.0, 8, "batch").grants
@@ -251,7 +251,7 @@ def test_a_class_that_ran_longer_than_declared_borrows_no_more() -> None:
 
 
 def test_an_owner_has_its_reserve_on_a_device_that_is_kept() -> None:
-    """A device kept for an aged request is still granted to a class with a reserve there."""
+    """A device kept for an aged request still grants a class its reserve there."""
     scheduler = make(ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH, PLAIN)
     ask(scheduler, 0.0, 40, "plain")
     large = ask(scheduler, 0.0, 48, "plain")
@@ -261,7 +261,7 @@ def test_an_owner_has_its_reserve_on_a_device_that_is_kept() -> None:
 
 
 def test_reserves_lie_on_the_devices_with_free_cells() -> None:
-    """Each reserve is on one device, the largest placed first; too many are refused by name."""
+    """Each reserve is on one device, placed largest first; too many raise an error."""
     scheduler = make(
         ServiceClass("a", reserve=40), ServiceClass("b", reserve=40), devices=(DEVICE, DEVICE)
     )
@@ -272,7 +272,7 @@ def test_reserves_lie_on_the_devices_with_free_cells() -> None:
 
 
 def test_what_an_elastic_lease_gives_back_is_made() -> None:
-    """An executor that its smallest size lacks is made, and other requests go on waiting."""
+    """If its minimum lacks an executor, one is made, and other requests keep waiting."""
     made = {DEVICE.full_mask}
     scheduler = Scheduler(
         (DEVICE,),
@@ -300,7 +300,7 @@ def test_what_an_elastic_lease_gives_back_is_made() -> None:
 
 
 def test_an_elastic_lease_of_an_owner_has_its_reserve_back() -> None:
-    """Granted no more than its least, it does not wait, and borrowers give back all the same."""
+    """An owner's lease at its minimum does not wait, and borrowers give back at checkpoints."""
     scheduler = make(OWNER, BATCH)
     (borrower,) = ask(scheduler, 0.0, (8, 56), "batch").grants
     (lease,) = ask(scheduler, 0.001, (8, 32), "owner").grants
@@ -318,7 +318,7 @@ def test_an_elastic_lease_of_an_owner_has_its_reserve_back() -> None:
 def test_a_grant_whose_least_is_in_the_remainder_borrows_every_cell_that_it_takes(
     cells: int,
 ) -> None:
-    """It can give all of them back while it keeps the remainder, so it never leaves it for them."""
+    """It can return every cell while it keeps the remainder, so all its cells are loans."""
     device = DeviceCells(size=8, count=4, remainder=12, joins=False)
     owner = ServiceClass("owner", reserve=32, max_wait_for_reserve=0.010)
     scheduler = make(owner, BATCH, devices=(device,))
@@ -340,7 +340,7 @@ def test_a_grant_whose_least_is_in_the_remainder_borrows_every_cell_that_it_take
 
 @pytest.mark.fault("I15")
 def test_loans_go_back_first_to_an_owner_that_waits() -> None:
-    """A borrower of two owners that has executors for some of its cells gives back part of them."""
+    """A borrower of two owners returns cells to the one that waits."""
     patient = ServiceClass("patient", reserve=32, max_wait_for_reserve=0.020)
     scheduler = make(patient, ServiceClass("owner", reserve=16, max_wait_for_reserve=0.010), BATCH)
     (borrower,) = ask(scheduler, 0.0, (8, 64), "batch").grants
@@ -352,7 +352,7 @@ def test_loans_go_back_first_to_an_owner_that_waits() -> None:
 
 
 def test_a_class_that_was_slow_once_borrows_again_after_a_while() -> None:
-    """What it took longer than it declared is forgotten with time: no lease of it need come."""
+    """An overrun is forgotten with time, without another lease of the class."""
     scheduler = make(OWNER, BATCH)
     (slow,) = ask(scheduler, 0.0, 56, "batch").grants
     scheduler.drained(0.050, slow)
@@ -362,7 +362,7 @@ def test_a_class_that_was_slow_once_borrows_again_after_a_while() -> None:
 
 
 def test_one_free_cell_is_lent_once_its_owner_stops_waiting() -> None:
-    """An owner that waits keeps its cell from others; when it leaves, the next borrower has it."""
+    """A waiting owner keeps its cell; when it leaves, the next borrower gets the cell."""
     owner = ServiceClass("owner", reserve=8, max_wait_for_reserve=1.0)
     scheduler = make(owner, BATCH, devices=(DeviceCells(size=8, count=2),))
     ask(scheduler, 0.0, 8, "batch", duration=0.5)
@@ -373,7 +373,7 @@ def test_one_free_cell_is_lent_once_its_owner_stops_waiting() -> None:
 
 
 def test_several_parts_may_reach_the_cap_and_not_more() -> None:
-    """Parts that have as many SMs as their class may hold wait for its leases; more are refused."""
+    """A joint request up to the class's cap waits; a larger one is refused."""
     scheduler = make(ServiceClass("small", cap=16), PLAIN)
     ask(scheduler, 0.0, 8, "small")
     both = scheduler.request(0.0, parse_sizes((8, 8)), service="small")
@@ -383,7 +383,7 @@ def test_several_parts_may_reach_the_cap_and_not_more() -> None:
 
 
 def test_several_parts_that_never_fit_are_refused() -> None:
-    """A request whose first part alone fits beside a reserve is refused, and does not wait."""
+    """A joint request of which only the first part fits beside a reserve is refused."""
     scheduler = make(OWNER, PLAIN)
     with pytest.raises(TooManySMs) as caught:
         scheduler.request(0.0, parse_sizes((32, 8)), service="plain")
@@ -391,7 +391,7 @@ def test_several_parts_that_never_fit_are_refused() -> None:
 
 
 def test_a_class_that_can_hold_nothing_is_told_so() -> None:
-    """If the reserves of others leave no cell, the error says that at most 0 SMs are possible."""
+    """If other reserves leave no cell, the error says that at most 0 SMs are possible."""
     scheduler = make(ServiceClass("owner", reserve=64), PLAIN)
     with pytest.raises(TooManySMs) as caught:
         ask(scheduler, 0.0, 8, "plain")
@@ -400,7 +400,7 @@ def test_a_class_that_can_hold_nothing_is_told_so() -> None:
 
 
 def test_a_class_that_can_hold_only_the_remainder_is_told_so() -> None:
-    """If the reserves of others leave no cell, the SMs over are the most that are possible."""
+    """If other reserves leave only the remainder, the error gives its SMs as the most."""
     device = DeviceCells(size=8, count=8, remainder=12)
     scheduler = make(ServiceClass("owner", reserve=64), PLAIN, devices=(device,))
     with pytest.raises(TooManySMs) as caught:
@@ -409,7 +409,7 @@ def test_a_class_that_can_hold_only_the_remainder_is_told_so() -> None:
 
 
 def test_a_cap_holds_in_the_remainder() -> None:
-    """A remainder with more SMs than the cap is not granted, although it has the requested SMs."""
+    """A remainder above the cap is not granted, although it has the requested SMs."""
     device = DeviceCells(size=8, count=8, remainder=12)
     scheduler = make(ServiceClass("small", cap=10), devices=(device,))
     with pytest.raises(TooManySMs) as caught:
@@ -418,7 +418,7 @@ def test_a_cap_holds_in_the_remainder() -> None:
 
 
 def test_an_elastic_lease_of_a_capped_class_gets_the_remainder() -> None:
-    """An elastic lease takes up a remainder that joins its cells, up to the cap of its class."""
+    """An elastic lease takes a remainder that joins its cells, up to its class's cap."""
     device = DeviceCells(size=8, count=8, remainder=4, joins=True)
     scheduler = make(ServiceClass("small", cap=12), devices=(device,))
     assert ask(scheduler, 0.0, (8, 64), "small").grants[0].sms == 12
@@ -426,7 +426,7 @@ def test_an_elastic_lease_of_a_capped_class_gets_the_remainder() -> None:
 
 @pytest.mark.parametrize("sms", [16, 32])
 def test_others_stay_outside_a_reserve_that_they_may_borrow(sms: int) -> None:
-    """A borrower gets the free cells outside all reserves first, although others have executors."""
+    """A borrower gets free cells outside all reserves first, even if only others have executors."""
     scheduler = make(OWNER, BATCH)
     block = scheduler.allocator.reservations[0].all_blocks
     cells = sms // DEVICE.size
@@ -437,7 +437,7 @@ def test_others_stay_outside_a_reserve_that_they_may_borrow(sms: int) -> None:
 
 
 def test_an_elastic_request_begins_once_its_least_fits() -> None:
-    """Until then others may overtake it; cells that are kept for a reserve are not needed."""
+    """Others overtake it only until then, and cells kept for a reserve are not needed."""
     scheduler = make(ServiceClass("owner", reserve=32, max_wait_for_reserve=0), PLAIN)
     ask(scheduler, 0.0, 16, "plain", duration=1.0)
     ask(scheduler, 0.0, 8, "plain", duration=5.0)
@@ -447,14 +447,14 @@ def test_an_elastic_request_begins_once_its_least_fits() -> None:
 
 
 def test_a_class_without_limits_gets_the_whole_device() -> None:
-    """Beside a class with a cap, all SMs are granted, with the remainder that joins no cells."""
+    """Beside a capped class, all SMs can be granted, including the remainder."""
     device = DeviceCells(size=8, count=15, remainder=12)
     scheduler = make(ServiceClass("small", cap=16), PLAIN, devices=(device,))
     assert ask(scheduler, 0.0, 132, "plain").grants[0].mask == device.full_mask
 
 
 def test_a_class_without_limits_gets_the_remainder_alone() -> None:
-    """Beside a class with a cap, the remainder is granted once all cells are leased."""
+    """Beside a capped class, the remainder is granted once all cells are leased."""
     device = DeviceCells(size=8, count=15, remainder=12)
     scheduler = make(ServiceClass("small", cap=16), PLAIN, devices=(device,))
     ask(scheduler, 0.0, 120, "plain")
@@ -462,7 +462,7 @@ def test_a_class_without_limits_gets_the_remainder_alone() -> None:
 
 
 def test_a_reserve_is_whole_after_an_elastic_lease_of_its_owner() -> None:
-    """An owner's lease that took up cells beside its reserve leaves the reserve as it was."""
+    """A lease that grew beyond its owner's reserve leaves the reserve unchanged."""
     scheduler = make(OWNER, PLAIN)
     beside = ask(scheduler, 0.0, 32, "plain")
     lease = ask(scheduler, 0.0, (8, 64), "owner").grants[0]
@@ -476,7 +476,7 @@ def test_a_reserve_is_whole_after_an_elastic_lease_of_its_owner() -> None:
 
 
 def test_a_request_that_new_reserves_exclude_counts_as_cancelled() -> None:
-    """It is rejected once, and the scheduler and its class both count it."""
+    """It is rejected once, and counted by the scheduler and by its class."""
     scheduler = make(PLAIN)
     ask(scheduler, 0.0, 64, "plain")
     ask(scheduler, 0.0, 64, "plain")

@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one."""
+"""The scheduler's rules."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ def test_a_request_that_fits_is_granted_at_once() -> None:
 
 
 def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
-    """A partition is asked for while its cells are free: not again when others have them.
-
-    Or it would be made again and again by a builder that asks at once for the next one.
-    """
+    """An executor is made only while its cells are free, not again once others hold them."""
     cells = DeviceCells(size=8, count=2, remainder=12)
     scheduler = Scheduler((cells,), Fifo(), 1000, lambda _, mask: mask != 0b11)
     waiting = ask(scheduler, 0.0, 16)
@@ -67,7 +64,7 @@ def test_what_a_request_lacked_once_is_not_lacking_for_ever() -> None:
 
 
 def test_cells_come_free_by_drained_alone() -> None:
-    """A released lease still has its cells: its work may run; only `drained` gives them back."""
+    """A released lease keeps its cells, because its work may run, until `drained`."""
     scheduler = make()
     first = ask(scheduler, 0.0, ALL)
     waiting = ask(scheduler, 0.0, 8)
@@ -79,7 +76,7 @@ def test_cells_come_free_by_drained_alone() -> None:
 
 
 def test_cells_given_back_twice_are_a_bug_of_the_caller() -> None:
-    """The second `drained` of a lease raises and frees nothing, also once its cells are leased."""
+    """A second `drained` raises and frees nothing, even if the cells are leased again."""
     scheduler = make()
     lease = ask(scheduler, 0.0, ALL).grants[0]
     scheduler.drained(0.0, lease)
@@ -91,14 +88,14 @@ def test_cells_given_back_twice_are_a_bug_of_the_caller() -> None:
 
 
 def test_the_device_with_the_most_free_sms_is_taken() -> None:
-    """Where a request fits on several devices, the emptiest has it; the first of equals."""
+    """A request goes to the device with the most free SMs, or the first of equals."""
     scheduler = make(SMALL, SMALL)
     devices = [ask(scheduler, 0.0, size).grants[0].device for size in (8, 8, 16, 8)]
     assert devices == [0, 1, 0, 1]
 
 
 def test_a_joint_request_is_granted_on_one_device() -> None:
-    """All parts of a joint request come together, from one device, or none does."""
+    """All parts of a joint request are granted together on one device, or none is."""
     scheduler = make(SMALL, SMALL)
     ask(scheduler, 0.0, 16, devices=(0,))
     ask(scheduler, 0.0, 16, devices=(1,))
@@ -108,7 +105,7 @@ def test_a_joint_request_is_granted_on_one_device() -> None:
 
 
 def test_devices_of_a_request_are_kept_to() -> None:
-    """A request for one device waits for it, whatever is free elsewhere."""
+    """A request for one device waits for it, although another has free SMs."""
     scheduler = make(SMALL, SMALL)
     ask(scheduler, 0.0, ALL, devices=(1,))
     assert ask(scheduler, 0.0, 8, devices=(1,)).state is GrantState.QUEUED
@@ -116,7 +113,7 @@ def test_devices_of_a_request_are_kept_to() -> None:
 
 
 def test_what_was_asked_is_what_comes() -> None:
-    """9 SMs on cells of 8 are 16, and the lease says so."""
+    """A request for 9 SMs on cells of 8 gets 16, and the lease says so."""
     scheduler = make()
     assert ask(scheduler, 0.0, 9).grants[0].sms == 16
 
@@ -125,7 +122,7 @@ def test_what_was_asked_is_what_comes() -> None:
 
 
 def test_larger_priority_goes_first_then_the_earlier_request() -> None:
-    """What comes free goes by priority, and by arrival among equals."""
+    """Free cells go to the highest priority, and among equals to the earliest request."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
     waiting = {
@@ -138,7 +135,7 @@ def test_larger_priority_goes_first_then_the_earlier_request() -> None:
 
 
 def test_smaller_requests_pass_while_the_first_is_young() -> None:
-    """A request that does not fit lets others pass until it has aged, and not a moment longer."""
+    """A request that does not fit lets others pass until it has aged."""
     scheduler = make(policy=Fifo(ageing=0.020))
     ask(scheduler, 0.0, 8)
     big = ask(scheduler, 0.0, ALL)
@@ -148,7 +145,7 @@ def test_smaller_requests_pass_while_the_first_is_young() -> None:
 
 
 def test_ageing_counts_from_the_request_that_is_first_now() -> None:
-    """Behind another a request ages too: once first, it need not begin anew."""
+    """A request also ages while it is not the first in the queue."""
     scheduler = make(policy=Fifo(ageing=0.020))
     one, two = ask(scheduler, 0.0, 16), ask(scheduler, 0.0, 16)
     first = ask(scheduler, 0.0, 24)
@@ -160,7 +157,7 @@ def test_ageing_counts_from_the_request_that_is_first_now() -> None:
 
 
 def test_a_device_is_kept_until_its_request_is_served() -> None:
-    """Whatever comes free there piles up for it; then those behind get theirs."""
+    """Free cells of a kept device wait for its request; the others are granted afterwards."""
     scheduler = make(policy=Fifo(ageing=0.0))
     running = [ask(scheduler, 0.0, 8) for _ in range(4)]
     big = ask(scheduler, 0.0, ALL)
@@ -185,7 +182,7 @@ def test_only_one_device_is_kept() -> None:
 
 
 def test_a_kept_device_stays_kept_when_a_more_urgent_request_comes() -> None:
-    """Bounded bypass: no request overtakes an aged one on its device, or takes the device."""
+    """No request overtakes an aged one on the device that is kept for it."""
     scheduler = make(policy=Fifo(ageing=0.020))
     running = [ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 8)]
     big = ask(scheduler, 0.0, ALL)
@@ -197,7 +194,7 @@ def test_a_kept_device_stays_kept_when_a_more_urgent_request_comes() -> None:
 
 
 def test_a_kept_device_is_free_for_all_once_its_request_leaves() -> None:
-    """Cancelling the request that a device is kept for lets those it held back go on at once."""
+    """Cancelling the request of a kept device grants the requests behind it at once."""
     scheduler = make(policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8)
     big = ask(scheduler, 0.0, ALL)
@@ -206,7 +203,7 @@ def test_a_kept_device_is_free_for_all_once_its_request_leaves() -> None:
 
 
 def test_an_expired_request_frees_its_kept_device() -> None:
-    """As for a cancellation, when its deadline passes."""
+    """When the request of a kept device expires, the requests behind it are granted."""
     scheduler = make(policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8)
     big = ask(scheduler, 0.0, ALL, deadline=5.0)
@@ -216,7 +213,7 @@ def test_an_expired_request_frees_its_kept_device() -> None:
 
 
 def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
-    """The device kept is one that the request can get while its holder keeps its leases."""
+    """The kept device is one that the request can get while its holder keeps its leases."""
     scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8, devices=(0,), holder="task")
     other = ask(scheduler, 0.0, 16, devices=(1,))
@@ -230,7 +227,7 @@ def test_no_device_is_kept_where_a_request_waits_for_itself() -> None:
 def test_a_kept_device_is_open_to_a_request_whose_holder_has_grants_there(
     duration: float | None,
 ) -> None:
-    """Else the holder would wait for the first request, which waits for the holder's lease."""
+    """Otherwise the holder and the first request would wait for each other."""
     scheduler = make(policy=Fifo(ageing=0.0))
     outer = ask(scheduler, 0.0, 8, holder="task", duration=duration)
     other = ask(scheduler, 0.0, 24)
@@ -246,7 +243,7 @@ def test_a_kept_device_is_open_to_a_request_whose_holder_has_grants_there(
 
 
 def test_what_is_granted_on_a_kept_device_leaves_time_for_others_before_its_end() -> None:
-    """Where it delays the first request, what ends before that is granted, too, and at once."""
+    """A grant that delays the first request lets others in that end before it."""
     scheduler = make(policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8, holder="task", duration=5.0)
     ask(scheduler, 0.0, 8, duration=4.0)
@@ -259,7 +256,7 @@ def test_what_is_granted_on_a_kept_device_leaves_time_for_others_before_its_end(
 
 
 def test_the_request_with_a_kept_device_goes_first_everywhere() -> None:
-    """An aged request is granted before others wherever it fits, not on its kept device alone."""
+    """An aged request is granted first wherever it fits, not only on its kept device."""
     scheduler = make(SMALL, SMALL, policy=Fifo(ageing=0.0))
     here, there = ask(scheduler, 0.0, ALL, devices=(0,)), ask(scheduler, 0.0, 24, devices=(1,))
     aged = ask(scheduler, 0.0, 16)
@@ -270,7 +267,7 @@ def test_the_request_with_a_kept_device_goes_first_everywhere() -> None:
 
 
 def test_a_request_that_never_waits_is_held_back_too() -> None:
-    """`wait=False` does not overtake an aged request."""
+    """A request with `wait=False` does not overtake an aged request."""
     scheduler = make(policy=Fifo(ageing=0.0))
     ask(scheduler, 0.0, 8)
     ask(scheduler, 0.0, ALL)
@@ -279,7 +276,7 @@ def test_a_request_that_never_waits_is_held_back_too() -> None:
 
 
 def test_a_policy_of_ones_own_decides_the_order() -> None:
-    """Any policy's rank is kept to, among requests of one size and of several."""
+    """A user's policy decides the order of requests, of one size and of several."""
 
     @dataclass(frozen=True)
     class Youngest:
@@ -312,7 +309,7 @@ def test_a_cancelled_request_is_never_granted() -> None:
 
 
 def test_cancelling_a_granted_request_changes_nothing() -> None:
-    """A granted request has leases to give back; there is nothing to cancel."""
+    """Cancelling a granted request does nothing; its leases end as usual."""
     scheduler = make()
     request = ask(scheduler, 0.0, ALL)
     assert scheduler.cancel(0.0, request) == []
@@ -341,7 +338,7 @@ def test_deadlines() -> None:
 
 
 def test_close_empties_the_queue_in_order() -> None:
-    """`close` returns the waiting requests, in order of service, and leaves granted ones."""
+    """`close` returns the waiting requests in order of service and keeps granted ones."""
     scheduler = make()
     holder = ask(scheduler, 0.0, ALL)
     low, high = ask(scheduler, 0.0, 8), ask(scheduler, 0.0, 16, priority=1)
@@ -362,7 +359,7 @@ def test_close_empties_the_queue_in_order() -> None:
 
 @pytest.mark.parametrize("sizes", [(133,), (10**9,), (60, 60, 12), (REST, 132), (8,) * 17])
 def test_what_can_never_fit_is_refused_at_once(sizes: tuple[Size, ...]) -> None:
-    """A request beyond every device is refused, also while others wait, and says the most."""
+    """A request above every device is refused at once, and the error gives the most."""
     scheduler = make(H100)
     ask(scheduler, 0.0, ALL)
     ask(scheduler, 0.0, ALL)
@@ -374,7 +371,7 @@ def test_what_can_never_fit_is_refused_at_once(sizes: tuple[Size, ...]) -> None:
 
 @pytest.mark.parametrize("sizes", [(132,), (ALL,), (REST,), (8,) * 16, (120, REST), (56, 64, 12)])
 def test_what_can_fit_some_day_is_not_refused(sizes: tuple[Size, ...]) -> None:
-    """Also where the remainder must be just one part of it."""
+    """A request that can fit later waits, even if the remainder must be one of its parts."""
     scheduler = make(H100)
     holder = ask(scheduler, 0.0, ALL)
     request = ask(scheduler, 0.0, *sizes)
@@ -382,7 +379,7 @@ def test_what_can_fit_some_day_is_not_refused(sizes: tuple[Size, ...]) -> None:
 
 
 def test_the_devices_asked_for_say_what_is_too_many() -> None:
-    """A request for a small device is refused although a larger one is there."""
+    """A request for a small device is refused although a larger device could grant it."""
     scheduler = make(SMALL, H100)
     with pytest.raises(TooManySMs, match="at most 32"):
         ask(scheduler, 0.0, 40, devices=(0,))
@@ -391,7 +388,7 @@ def test_the_devices_asked_for_say_what_is_too_many() -> None:
 
 @pytest.mark.parametrize("sizes", [(24,), (ALL,), (REST,), (8, REST), (8, 16)])
 def test_a_request_that_waits_for_its_own_holder_is_refused(sizes: tuple[Size, ...]) -> None:
-    """A request that cannot fit beside the leases of its holder is refused, not queued."""
+    """A request that cannot fit beside its holder's leases is refused and not queued."""
     scheduler = make()
     mine = ask(scheduler, 0.0, 16, holder="task")
     with pytest.raises(WouldDeadlock) as caught:
@@ -406,7 +403,7 @@ def test_a_request_that_waits_for_its_own_holder_is_refused(sizes: tuple[Size, .
 
 
 def test_a_request_that_does_not_wait_is_not_a_deadlock() -> None:
-    """`wait=False` is refused as not possible now, also where its holder has the cells."""
+    """`wait=False` raises WouldBlock even if the holder itself has the cells."""
     scheduler = make()
     ask(scheduler, 0.0, 16, holder="task")
     with pytest.raises(WouldBlock):
@@ -426,7 +423,7 @@ def test_another_device_is_no_deadlock() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    """At its bound `QueueFull` comes at once; a request that leaves makes room; 0 is no queue."""
+    """A full queue raises QueueFull, a request that leaves makes room, and 0 allows none."""
     scheduler = make(max_waiting=2)
     ask(scheduler, 0.0, ALL)
     first = ask(scheduler, 0.0, 8)
@@ -445,7 +442,7 @@ def test_the_queue_is_bounded() -> None:
 
 @pytest.mark.parametrize("age", [0.0, 0.1, 0.5])
 def test_retry_after_is_at_least_what_a_lease_takes(age: float) -> None:
-    """By declared durations, else by those of leases that ended, else by how old leases are."""
+    """It uses declared durations, then those of ended leases, then the ages of leases."""
     known = make(max_waiting=0)
     for _ in range(4):
         ask(known, 0.0, 8, duration=0.5)
@@ -455,7 +452,7 @@ def test_retry_after_is_at_least_what_a_lease_takes(age: float) -> None:
 
 
 def test_retry_after_is_no_earlier_than_the_first_lease_ends() -> None:
-    """A short request waits for long leases all the same."""
+    """A short request cannot begin before a long lease ends."""
     scheduler = make(max_waiting=0)
     for seconds in (5.0, 7.0):
         ask(scheduler, 0.0, 16, duration=seconds)
@@ -463,7 +460,7 @@ def test_retry_after_is_no_earlier_than_the_first_lease_ends() -> None:
 
 
 def test_retry_after_learns_from_leases_that_ended() -> None:
-    """It is how long leases took while others waited; hours without a queue say nothing."""
+    """It uses leases that ended while requests waited; idle hours do not count."""
     scheduler = make(max_waiting=1)
     now = 0.0
     for _ in range(100):
@@ -497,7 +494,7 @@ def test_the_first_begins_once_enough_leases_have_ended() -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_sizes_that_do_not_pack_are_told_what_does(joins: bool) -> None:
-    """64 + 64 of 132 SMs in cells of 8: both refusals give a request that is granted."""
+    """For 64 + 64 of 132 SMs both refusals suggest a request that is granted."""
     device = DeviceCells(size=8, count=15, remainder=12, joins=joins)
     scheduler = make(device)
     if joins:
@@ -520,7 +517,7 @@ def test_sizes_that_do_not_pack_are_told_what_does(joins: bool) -> None:
 
 
 def test_a_refused_request_leaves_no_trace() -> None:
-    """After every kind of refusal the queue, the cells and what holders hold are as before."""
+    """After a refusal of any kind, the queue, the cells and the holders are unchanged."""
     scheduler = make(max_waiting=1)
     ask(scheduler, 0.0, 24, holder="task")
     waiting = ask(scheduler, 0.0, ALL)
@@ -541,7 +538,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
 
 
 def test_policies_by_name() -> None:
-    """A policy is named or given; an unknown name says which there are."""
+    """A policy is a name or an object; an unknown name raises an error that lists the names."""
     assert type(policy_named("fifo")) is Fifo
     own = Fifo(ageing=1.0)
     assert policy_named(own) is own
@@ -551,7 +548,7 @@ def test_policies_by_name() -> None:
 
 @pytest.mark.parametrize("ageing", [-0.001, float("nan")])
 def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
-    """Ageing is a number of seconds, 0 and infinity included."""
+    """Ageing is a number of seconds from 0 to infinity; other values are refused."""
     with pytest.raises(InvalidRequest, match="ageing"):
         Fifo(ageing=ageing)
     assert Fifo(ageing=0.0).ageing == 0.0
@@ -562,7 +559,7 @@ def test_an_ageing_that_is_no_time_is_refused(ageing: float) -> None:
 
 @pytest.mark.parametrize("bound", [-1, 1.5, True, None, "8"])
 def test_a_bound_that_is_no_number_is_refused(bound: object) -> None:
-    """The queue's bound is a whole number, 0 or more."""
+    """`max_waiting` is a whole number from 0 on; other values are refused."""
     with pytest.raises(InvalidRequest, match="max_waiting"):
         validate_bound(bound)
     assert validate_bound(0) == 0
@@ -572,7 +569,7 @@ def test_a_bound_that_is_no_number_is_refused(bound: object) -> None:
 
 
 def footprint(scheduler: Scheduler) -> int:
-    """Everything the scheduler holds on to."""
+    """Count every object that the scheduler references."""
     heaps = sum(len(line) for line in scheduler.queue.lines.values())
     held = sum(len(leases) for leases in scheduler.dispatcher._held.values())
     return (
@@ -585,7 +582,7 @@ def footprint(scheduler: Scheduler) -> int:
 
 
 def test_nothing_grows_with_past_requests() -> None:
-    """10,000 requests of every outcome, with a queue that is never empty, leave nothing behind."""
+    """After 10,000 requests of every outcome with a non-empty queue, no state is left."""
     scheduler = make(policy=Fifo(ageing=0.5))
     running: list[Grant] = list(ask(scheduler, 0.0, ALL).grants)
     waiting = [ask(scheduler, 0.0, 8, deadline=1e9)]
@@ -617,7 +614,7 @@ def test_nothing_grows_with_past_requests() -> None:
 @pytest.mark.fault("B7")
 @pytest.mark.white_box
 def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
-    """Cancelling 10,000 that wait looks at no cells at all; the one that stays is still served."""
+    """Cancelling 10,000 requests looks at no cells, and the one that stays is served."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting, policy=Fifo(ageing=0.0), max_waiting=20_000)
     holder = ask(scheduler, 0.0, ALL)
@@ -635,10 +632,7 @@ def test_a_mass_cancellation_is_linear_and_leaves_nothing() -> None:
 @pytest.mark.fault("B9")
 @pytest.mark.white_box
 def test_a_decision_costs_as_much_as_there_are_different_sizes() -> None:
-    """10,000 requests of three different sizes cost three looks at the most, not 10,000.
-
-    And none, where all that is free is less than any of them wants.
-    """
+    """10,000 requests of three sizes take at most three searches, or none if too little is free."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting, max_waiting=20_000)
     running = [ask(scheduler, 0.0, 8) for _ in range(4)]
@@ -652,7 +646,7 @@ def test_a_decision_costs_as_much_as_there_are_different_sizes() -> None:
 
 @pytest.mark.white_box
 def test_a_decision_skips_requests_from_which_a_device_is_kept() -> None:
-    """While a device is kept for an aged request, no cells are looked for there for others."""
+    """No cells are searched on a kept device for other requests."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting, policy=Fifo(ageing=0.0), max_waiting=20_000)
     running = [ask(scheduler, 0.0, 8) for _ in range(4)]
@@ -667,7 +661,7 @@ def test_a_decision_skips_requests_from_which_a_device_is_kept() -> None:
 
 @pytest.mark.white_box
 def test_an_uncontended_lease_looks_at_one_device_once() -> None:
-    """With an empty queue a request is one look at one device, and giving back is none."""
+    """With an empty queue a request takes one search on one device, and its return none."""
     counting = CountingCells(size=8, count=4)
     scheduler = make(counting)
     LOOKS.clear()

@@ -1,4 +1,4 @@
-"""Shared mode: shared grants, their queue, and what makes devices split and whole again."""
+"""Shared mode: shared grants, their queue, and when devices are split and merged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split(scheduler: Scheduler, now: float) -> list[Request]:
 
 
 def test_a_device_is_whole_again_after_its_shared_grants() -> None:
-    """A request for all SMs waits for an exclusive lease, and not longer."""
+    """A request for all SMs waits only for the exclusive lease before it."""
     scheduler = make()
     end(scheduler, 1.0, ask(scheduler, 0.0, ALL, "bulk"))
     held = ask(scheduler, 1.0, 8, "plain")
@@ -57,7 +57,7 @@ def test_a_device_is_whole_again_after_its_shared_grants() -> None:
 
 
 def test_an_exclusive_request_begins_after_all_shared_grants() -> None:
-    """A request that cannot meet its deadline behind them is refused at once."""
+    """It is refused at once if it would miss its deadline behind them."""
     scheduler = make()
     ask(scheduler, 0.0, ALL, "bulk", duration=0.5)
     with pytest.raises(DeadlineImpossible):
@@ -72,7 +72,7 @@ def test_shared_grants_are_spread_over_the_devices() -> None:
 
 
 def test_classes_that_allow_it_have_all_sms_at_once() -> None:
-    """Any size gives all SMs, and each lease has an executor of its own."""
+    """A shared lease of any size has all SMs, and an executor of its own."""
     scheduler = make()
     wanted = (8, "quick"), ((16, 32), "bulk"), (ALL, "bulk")
     found = [ask(scheduler, 0.0, sms, name) for sms, name in wanted]
@@ -85,7 +85,7 @@ def test_classes_that_allow_it_have_all_sms_at_once() -> None:
 
 
 def test_shared_and_exclusive_leases_never_coexist() -> None:
-    """An exclusive request waits for all shared leases to end, and none begins beside it."""
+    """An exclusive request waits for all shared leases, and none begins beside it."""
     scheduler = make()
     one, other = ask(scheduler, 0.0, 8, "quick"), ask(scheduler, 0.0, 8, "bulk")
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -97,7 +97,7 @@ def test_shared_and_exclusive_leases_never_coexist() -> None:
 
 
 def test_an_exclusive_request_is_not_overtaken_for_ever() -> None:
-    """Once it has aged, the device is kept for it."""
+    """The device is kept for an exclusive request that has aged."""
     scheduler = make()
     shared = [ask(scheduler, 0.0, 8, "bulk")]
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -107,7 +107,7 @@ def test_an_exclusive_request_is_not_overtaken_for_ever() -> None:
 
 
 def test_near_its_latency_a_class_has_devices_split() -> None:
-    """One latency in a hundred is enough; later leases are granted cells, after shared ones end."""
+    """One late latency in a hundred is enough; later leases get cells once shared ones end."""
     scheduler = make()
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.observe(0.0, "quick", 0.010 * NEAR, LOOK - 100)
@@ -122,7 +122,7 @@ def test_near_its_latency_a_class_has_devices_split() -> None:
 
 
 def test_without_observations_the_leases_count() -> None:
-    """From the request to the end of the lease."""
+    """Without `observe`, a latency is the time from the request to the lease's end."""
     scheduler = make()
     for _ in range(ENOUGH):
         assert scheduler.services(0.0)["quick"].is_shared
@@ -131,7 +131,7 @@ def test_without_observations_the_leases_count() -> None:
 
 
 def test_an_elastic_lease_leaves_shared_mode_and_returns() -> None:
-    """At its checkpoints: with its smallest size at first, which leaves cells for the others."""
+    """Checkpoints move it, first with its minimum, which leaves cells for the others."""
     scheduler = make()
     one, other = ask(scheduler, 0.0, (16, 64), "bulk"), ask(scheduler, 0.0, (32, 64), "bulk")
     (first,), (second,) = one.grants, other.grants
@@ -148,7 +148,7 @@ def test_an_elastic_lease_leaves_shared_mode_and_returns() -> None:
 
 
 def test_a_waiting_request_makes_an_elastic_lease_leave_shared_mode() -> None:
-    """Devices are shared, and an exclusive request can be granted what the lease leaves."""
+    """An exclusive request can be granted the cells that the elastic lease leaves."""
     scheduler = make()
     (lease,) = ask(scheduler, 0.0, (16, 64), "bulk").grants
     apart = ask(scheduler, 0.0, 8, "plain")
@@ -161,7 +161,7 @@ def test_a_waiting_request_makes_an_elastic_lease_leave_shared_mode() -> None:
 def test_an_owner_waits_for_shared_leases_no_longer_than_for_loans(
     budget: float, is_shared_now: bool
 ) -> None:
-    """An exclusive owner of a reserve has its SMs back within its budget."""
+    """An exclusive owner has its reserve back within its budget."""
     owner = ServiceClass("owner", reserve=16, max_wait_for_reserve=budget)
     bulk = ServiceClass("bulk", shared=True, preemptible=True)
     scheduler = make(owner, bulk)
@@ -171,13 +171,13 @@ def test_an_owner_waits_for_shared_leases_no_longer_than_for_loans(
 
 
 def test_a_capped_class_is_not_shared() -> None:
-    """All SMs are more than its class may hold."""
+    """A capped class cannot be shared, because all SMs exceed its cap."""
     scheduler = make(ServiceClass("bulk", shared=True, cap=32))
     assert ask(scheduler, 0.0, (8, 64), "bulk").grants[0].sms == 32
 
 
 def test_leases_end_as_they_began() -> None:
-    """A class that stops sharing keeps its shared leases, and none is granted beside them."""
+    """If a class stops sharing, its shared leases stay, and no grant begins beside them."""
     scheduler = make()
     old = ask(scheduler, 0.0, 8, "bulk")
     scheduler.reconfigure(0.0, (ServiceClass("bulk"),), None)
@@ -195,7 +195,7 @@ def see(controller: SplitController, state: ClassState, now: float, near: int, o
 
 
 def test_devices_stay_split_for_a_time_that_doubles() -> None:
-    """So that they are not split and merged in turns where neither is enough."""
+    """Devices do not alternate between split and shared if neither is fast enough."""
     controller, state, now, held = SplitController(), ClassState(QUICK), 0.0, []
     for _ in range(9):
         assert see(controller, state, now, ENOUGH, 0)
@@ -211,7 +211,7 @@ def test_devices_stay_split_for_a_time_that_doubles() -> None:
 
 
 def test_devices_are_not_split_where_that_was_worse() -> None:
-    """More were near when they were split: it is tried again after a long time alone."""
+    """If more latencies were near the target when split, it is tried again only much later."""
     controller, state = SplitController(), ClassState(QUICK)
     assert see(controller, state, 0.0, ENOUGH, LOOK - 100)
     assert see(controller, state, 2 * HOLD, 50, 50), "half of them, and 1 in 80 before"
@@ -221,5 +221,5 @@ def test_devices_are_not_split_where_that_was_worse() -> None:
 
 
 def test_a_class_without_a_latency_never_splits_a_device() -> None:
-    """Nothing is ever too late for it."""
+    """A class without a latency is never late, so its device stays shared."""
     assert not SplitController().record(ClassState(BULK), 1e9, 1000, 0.0)

@@ -1,4 +1,4 @@
-"""Devices that are split or not under random histories: which leases share SMs, and when."""
+"""Shared mode under random histories: which leases share SMs, and when."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COSTS = st.sampled_from([1, 2, 4])
 
 
 class SharingMachine(RuleBasedStateMachine):
-    """Classes that may be on all SMs together, and others that may not."""
+    """Classes that may share all SMs, and classes that may not."""
 
     @initialize(
         cells=st.lists(devices(4), min_size=1, max_size=2),
@@ -119,7 +119,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        """Time passes, and every lease comes to a checkpoint, or ends, as declared."""
+        """Advance the time; every lease reaches a checkpoint or ends as declared."""
         self.now += 1
         for lease in list(self.leases):
             if lease.request.duration is not None and not lease.over:
@@ -187,7 +187,7 @@ class SharingMachine(RuleBasedStateMachine):
         return [lease for lease in self.leases if lease.device == device]
 
     def is_entitled(self, request: Request) -> bool:
-        """Whether it asks for the reserve of its class, of which no lease has any."""
+        """Say whether it asks for its class's reserve, of which no lease has any."""
         state, part = request.class_state, request.parts[0]
         if state.name != "owner" or len(request.parts) > 1 or part.named or state.sms:
             return False
@@ -251,7 +251,7 @@ class SharingMachine(RuleBasedStateMachine):
             assert [x.mask for x in request.grants] == [x.mask for x in twin.grants]
 
     def teardown(self) -> None:
-        """Once all leases end, every waiting request is served, and all SMs are free."""
+        """End all leases: every waiting request is then served, and all SMs are free."""
         if not hasattr(self, "cells"):
             return
         while self.leases:

@@ -1,4 +1,4 @@
-"""Shares of SM-time, and what large requests cost small ones, in simulated traffic."""
+"""Shares of SM-time, and the cost of large requests for small ones, in simulated traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEDS = (1, 2, 3)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("lengths", [(0.010, 0.010), (0.005, 0.020), (0.020, 0.005)])
 def test_shares_are_three_to_one(seed: int, lengths: tuple[float, float]) -> None:
-    """With weights 3 and 1 SM-time is 3:1 within 3 %, and 95 % of the device is at work."""
+    """Weights 3 and 1 give SM-time of 3:1 within 3 %, with 95 % of the device in use."""
     names = ("gold", "plain")
     weights = dict(zip(names, (3.0, 1.0), strict=True))
     scheduler = saturate(weights, dict(zip(names, lengths, strict=True)), seed, 10.0)
@@ -33,7 +33,7 @@ def test_shares_are_three_to_one(seed: int, lengths: tuple[float, float]) -> Non
 
 
 def test_an_idle_class_saves_nothing_up() -> None:
-    """A class that was idle gets its share from then on, and not what it did not ask for."""
+    """A class that was idle gets its share from now on, without any credit."""
     services = [ServiceClass("a"), ServiceClass("b")]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
     (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="a").grants
@@ -52,7 +52,7 @@ def test_an_idle_class_saves_nothing_up() -> None:
 
 
 def test_priority_comes_before_shares() -> None:
-    """A class of larger priority goes first, however much it had."""
+    """A class of higher priority goes first, however much SM-time it had."""
     services = [ServiceClass("high", priority=1), ServiceClass("low", weight=100)]
     scheduler = Scheduler([DeviceCells(size=8, count=1)], Fair(), 100, services=services)
     (lease,) = scheduler.request(0.0, parse_sizes((8,)), service="high").grants

@@ -1,4 +1,4 @@
-"""Sizes by a policy: the fewest SMs for a latency, and for the others what that leaves."""
+"""A policy's sizes: the fewest SMs for a latency, and the rest for the other classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BULK = ServiceClass("bulk")
 
 @dataclass(eq=False)
 class Work:
-    """So many SM-seconds, which more SMs divide; what it took is noted."""
+    """A piece's SM-seconds, which more SMs divide; it notes the duration."""
 
     sm_seconds: float
     seen: list[tuple[int, float]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Work:
 
 
 def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
-    """A margin without late requests for long: plans use all of a latency that they may."""
+    """Return a scheduler without late requests for long, so that plans use the whole latency."""
     given = services or (DECODE, BULK)
     scheduler = Scheduler([CELLS], policy or Sized(), 10, services=given)
     for _ in range(40):
@@ -55,14 +55,14 @@ def pool(*services: ServiceClass, policy: Fifo | None = None) -> Scheduler:
 def leased(
     scheduler: Scheduler, service: str, duration: Work | None = None, least: int = 8
 ) -> Grant:
-    """An elastic lease, granted at once."""
+    """Return the grant of an elastic lease that fits at once."""
     request = scheduler.request(0.0, (SizeRange(least, 132),), service=service, duration=duration)
     (lease,) = request.grants
     return lease
 
 
 class Own:
-    """A user's policy, with what every policy must have."""
+    """A user's policy with the required methods."""
 
     def rank(self, request: RequestView) -> tuple[float, ...]:
         return (-request.priority,)
@@ -72,7 +72,7 @@ class Own:
 
 
 class Wrong(Own):
-    """A policy, and a curve, of which one method fails."""
+    """A policy and a curve of which one method fails."""
 
     def __init__(self, method: str, answer: object) -> None:
         self.__dict__[method] = lambda *_: answer if answer != "raise" else 1 // 0
@@ -95,7 +95,7 @@ class Wrong(Own):
 def test_an_error_of_a_users_policy_or_curve_loses_no_request(
     method: str, answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Requests are granted, cells come back, and the error is logged."""
+    """Requests are still granted, cells return, and the error is logged."""
     wrong = Wrong(method, answer)
     scheduler = pool(DECODE, BULK, policy=wrong)
     duration = wrong if method in {"at", "observe"} else None
@@ -119,7 +119,7 @@ def test_an_error_of_a_users_policy_or_curve_loses_no_request(
 
 
 def test_a_class_rank_that_changes_at_each_call_blocks_no_request() -> None:
-    """A policy that answers by a clock has its classes served, in whatever order."""
+    """A policy whose ranks depend on a clock still serves every class."""
     ticks = itertools.count()
 
     class Restless(Own):
@@ -139,7 +139,7 @@ def test_a_class_rank_that_changes_at_each_call_blocks_no_request() -> None:
 
 
 def test_a_rank_that_is_none_changes_nothing() -> None:
-    """A request under a policy without valid ranks raises, and no such policy can be set."""
+    """Under a policy with invalid ranks a request raises, and such a policy cannot be set."""
     scheduler = pool()
     leased(scheduler, "decode")
     waiting = scheduler.request(0.0, (SizeRange(132, 132),), service="bulk")
@@ -156,7 +156,7 @@ def test_a_rank_that_is_none_changes_nothing() -> None:
 
 
 def test_a_lease_alone_has_all_sms_and_gives_up_what_is_not_needed() -> None:
-    """Alone it has the device; once another wants some, just what its latency asks for."""
+    """It has the device, and then only what its latency needs once another request waits."""
     scheduler = pool()
     decode = leased(scheduler, "decode", Work(30.0))
     assert decode.sms == 132
@@ -168,7 +168,7 @@ def test_a_lease_alone_has_all_sms_and_gives_up_what_is_not_needed() -> None:
 
 
 def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
-    """More work has more SMs as soon as the other comes to its checkpoint, less gives some back."""
+    """A longer next piece gets more SMs at the other's checkpoint, a shorter one fewer."""
     scheduler = pool()
     first = Work(30.0)
     decode = leased(scheduler, "decode", first)
@@ -188,7 +188,7 @@ def test_a_lease_is_told_what_comes_next_and_moves_with_it() -> None:
 
 
 def test_it_waits_for_what_is_enough() -> None:
-    """A pass is not begun on fewer SMs than its latency needs; what is above it leaves them."""
+    """A piece does not begin on fewer SMs than its latency needs."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(60.0))
@@ -206,14 +206,14 @@ def test_a_reserve_is_granted_without_waiting_for_more() -> None:
 
 
 def test_a_cap_holds_whatever_is_enough() -> None:
-    """No size is above a class's cap, and a request is not kept waiting for one that is."""
+    """No size exceeds the class's cap, and a request does not wait for a larger one."""
     scheduler = pool(ServiceClass("decode", priority=1, latency=1.0, cap=32), BULK)
     assert leased(scheduler, "decode", Work(60.0)).sms == 32
     assert leased(scheduler, "bulk").sms == 100
 
 
 def test_what_is_enough_is_no_more_than_was_asked_for() -> None:
-    """Where no partition has just the most that was asked for, it has the next smaller one."""
+    """If no partition has exactly the requested most, the next smaller one is used."""
     uneven = DeviceCells(size=8, count=3, remainder=4)
     scheduler = Scheduler([uneven], Sized(), 10, services=(DECODE, BULK))
     bulk = scheduler.request(0.0, (SizeRange(8, 26),), service="bulk")
@@ -237,7 +237,7 @@ def test_no_class_is_kept_out_for_ever() -> None:
 
 
 def test_no_request_waits_for_what_is_never_given_back() -> None:
-    """Where not even all SMs are enough any more, it has what others do not keep to their end."""
+    """If even all SMs are too few, a request gets what others do not keep until their end."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(130.0))
@@ -249,7 +249,7 @@ def test_no_request_waits_for_what_is_never_given_back() -> None:
 def test_a_request_that_fits_only_with_the_remainder_beside_a_reserve_is_granted(
     least: int, joins: bool
 ) -> None:
-    """Its smallest partition has the remainder, and cells of the reserve cannot be borrowed."""
+    """Its smallest partition has the remainder; cells of the reserve cannot be borrowed."""
     cells = DeviceCells(size=8, count=5, remainder=4, joins=joins)
     reserve = 8 if joins else 40
     owner = ServiceClass("owner", reserve=reserve, max_wait_for_reserve=0.05)
@@ -260,7 +260,7 @@ def test_a_request_that_fits_only_with_the_remainder_beside_a_reserve_is_granted
 
 
 def test_an_aged_request_does_not_wait_for_cells_that_a_reserve_keeps() -> None:
-    """A policy asks for the whole device, of which a reserve is lent only until a checkpoint."""
+    """The policy wants the whole device, but a reserve is lent only until a checkpoint."""
 
     class Most(Own):
         def size(self, request: RequestView, view: SizingView) -> tuple[int, int]:
@@ -281,7 +281,7 @@ def test_an_aged_request_does_not_wait_for_cells_that_a_reserve_keeps() -> None:
 def test_a_need_is_met_with_the_partitions_that_are_made(
     seed: int, cells: DeviceCells, quiet: float
 ) -> None:
-    """Where few or no executors can be made, a need is met after a checkpoint."""
+    """With few executors, and none to be made, a need is met after one checkpoint."""
     menu, rng = cells.menu(MAX_PREBUILT), random.Random(seed)
     made = set(menu)
     scheduler = Scheduler([cells], Sized(), 10, lambda _, mask: mask in made,
@@ -307,7 +307,7 @@ def test_a_need_is_met_with_the_partitions_that_are_made(
 
 
 def test_what_is_in_time_only_without_the_margin_has_the_most() -> None:
-    """A class waits for it, rather than be late with what lower classes leave."""
+    """A class waits for its largest size rather than be late on what lower classes leave."""
     scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
     bulk = leased(scheduler, "bulk", least=120)
     decode = scheduler.request(0.0, (SizeRange(8, 24),), service="decode", duration=Work(18.0))
@@ -318,7 +318,7 @@ def test_what_is_in_time_only_without_the_margin_has_the_most() -> None:
 
 @pytest.mark.parametrize(("waits", "sms"), [(96, 24), (112, 128)])
 def test_one_that_leaves_too_little_for_the_next_has_all(waits: int, sms: int) -> None:
-    """What nothing else can use while it runs makes it end sooner."""
+    """A lease takes SMs that no other request could use, and ends sooner."""
     scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
     before = scheduler.request(0.0, (SizeRange(128, 128),), service="bulk")
     scheduler.request(0.0, (SizeRange(waits, waits),), service="bulk")
@@ -328,7 +328,7 @@ def test_one_that_leaves_too_little_for_the_next_has_all(waits: int, sms: int) -
 
 
 def test_one_that_needs_less_because_another_came_has_it_at_once() -> None:
-    """A higher class is to have most SMs, and fits beside the fewer ones that are left."""
+    """A request whose size shrinks for a higher class is granted the smaller size at once."""
     first = ServiceClass("first", priority=2)
     scheduler = pool(first, DECODE, BULK)
     bulk = scheduler.request(0.0, (SizeRange(8, 64),), service="bulk").grants[0]
@@ -345,7 +345,7 @@ def test_one_that_needs_less_because_another_came_has_it_at_once() -> None:
 def test_few_sms_are_taken_for_long_only_if_a_higher_class_fits_beside_them(
     least: int, is_granted: bool
 ) -> None:
-    """Else it waits for their end, not only for the next checkpoint of a lower lease."""
+    """Otherwise the higher class would wait for the end of that lease."""
     scheduler = pool(ServiceClass("first", priority=2), DECODE, BULK)
     scheduler.request(0.0, (SizeRange(8, 64),), service="bulk")
     before = scheduler.request(0.0, (SizeRange(100, 100),), service="first")
@@ -356,7 +356,7 @@ def test_few_sms_are_taken_for_long_only_if_a_higher_class_fits_beside_them(
 
 
 def beside_bulk() -> tuple[Scheduler, Grant, Grant]:
-    """A device of whole cells, all leased: decode has what it needs, bulk the rest."""
+    """Lease a device of whole cells: decode has what it needs, bulk the rest."""
     scheduler = Scheduler([EVEN], Sized(), 10, services=(DECODE, BULK))
     bulk = leased(scheduler, "bulk")
     request = scheduler.request(0.0, (SizeRange(8, 128),), service="decode", duration=Work(30.0))
@@ -367,14 +367,14 @@ def beside_bulk() -> tuple[Scheduler, Grant, Grant]:
 def move(
     scheduler: Scheduler, decode: Grant, bulk: Grant, duration: Work, within: float | None
 ) -> None:
-    """Both come to a checkpoint until what decode is to have has come free, and is taken."""
+    """Bring both leases to checkpoints until decode has its cells."""
     scheduler.checkpoint(0.2, decode, duration, within)
     scheduler.checkpoint(0.2, bulk)
     scheduler.checkpoint(0.2, decode, duration, within)
 
 
 def test_a_deadline_goes_before_the_latency_of_the_class() -> None:
-    """A piece with less time has more SMs, and one with more fewer; without one its class's."""
+    """A piece with less time gets more SMs; without a deadline the class's latency counts."""
     scheduler, decode, bulk = beside_bulk()
     assert decode.sms == 72  # 30 SM-seconds in 0.475 of the 0.9 s that are left
     for within, sms in ((1.0, 32), (0.5, 64), (2.0, 16), (None, 64)):
@@ -389,7 +389,7 @@ def test_a_deadline_goes_before_the_latency_of_the_class() -> None:
 def test_a_piece_has_the_fewest_sms_for_its_deadline(
     pieces: list[tuple[float, float]], late: int
 ) -> None:
-    """Whatever came before: what it has is enough, or all there is, and a cell less is not."""
+    """Its size is enough, or all there is, and one cell fewer is not enough."""
     scheduler, decode, bulk = beside_bulk()
     for _ in range(late):
         scheduler.observe(0.1, "decode", 9.0, 1000)
@@ -402,7 +402,7 @@ def test_a_piece_has_the_fewest_sms_for_its_deadline(
 
 
 def test_a_class_that_is_often_late_plans_with_less() -> None:
-    """A class that was late has more SMs for the same work, by what its users say it had."""
+    """A class that was late, by the latencies it reports, gets more SMs for the same work."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     for latency in (1.1, 1.2) * 10:
@@ -413,7 +413,7 @@ def test_a_class_that_is_often_late_plans_with_less() -> None:
 
 
 def test_a_pace_follows_what_was_late() -> None:
-    """It falls where more are late than may be, and rises while hardly any is, at first fast."""
+    """The margin falls if too many are late, and rises while hardly any is, at first fast."""
     margin = LatencyMargin()
     assert margin.fraction == SAFE
     for _ in range(4):
@@ -428,7 +428,7 @@ def test_a_pace_follows_what_was_late() -> None:
 
 
 def test_of_a_deadline_twice_as_much_is_used() -> None:
-    """A lease with a deadline is not interrupted; but a class that was late plans with less."""
+    """A lease with a deadline is not interrupted, but a class that was late plans with less."""
     margin = LatencyMargin()
     assert margin.of_deadline == MOST
     parts = []
@@ -441,7 +441,7 @@ def test_of_a_deadline_twice_as_much_is_used() -> None:
 
 
 def test_more_than_is_wanted_now_is_given_back() -> None:
-    """A lease with more SMs than the policy says has no more than that after a checkpoint."""
+    """After a checkpoint a lease has no more SMs than the policy says."""
     scheduler = pool()
     bulk = leased(scheduler, "bulk")
     decode = scheduler.request(0.0, (SizeRange(8, 132),), service="decode", duration=Work(15.0))
@@ -455,7 +455,7 @@ def test_more_than_is_wanted_now_is_given_back() -> None:
 
 
 def test_a_policy_of_ones_own_sizes() -> None:
-    """With one more method, each class has at most half of what the classes above it leave."""
+    """A user's policy gives each class at most half of what higher classes leave."""
 
     class Halves(Own):
         def size(self, request: RequestView, room: SizingView) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Leases that never end, beside others: how long these wait, and what the highest class has."""
+"""Leases that never end: how long other requests wait, and what the highest class gets."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ HIGH, LOW = ServiceClass("high", priority=1), ServiceClass("low")
 
 
 def loop(rules: ServiceClass, least: int, interval: float, *, leases: int = 1) -> Traffic:
-    """Leases that never end, with a checkpoint after each piece."""
+    """Return leases that never end, with a checkpoint after each piece."""
     curve = Curve(interval * least, least)
     return Traffic(rules, curve, 0, least, least, 132, (0.0,) * leases)
 
 
 def every(seconds: float, rules: ServiceClass, size: int, piece: float, least: int = 8) -> Traffic:
-    """A request of one piece now and then, for half a second; it can use twice its size."""
+    """Return requests of one piece at intervals, which can use twice their size."""
     at = tuple(0.05 + seconds * i for i in range(round(0.5 / seconds)))
     return Traffic(rules, Curve(piece * size, 2 * size), 1, size, least, 132, at)
 
 
 def test_the_highest_of_three_classes_has_what_the_policy_leaves() -> None:
-    """Beside two lower leases that never end it is served by each one's next checkpoint.
-
-    Of 132 SMs 108 are free then, and no partition of them has more than 104.
-    """
+    """Beside two lower leases without an end it is served by their next checkpoints."""
     classes = [ServiceClass("high", priority=10, latency=1.0), ServiceClass("middle", priority=5),
                ServiceClass("low")]  # fmt: skip
     scheduler = Scheduler([EIGHTS], Sized(), 10, services=classes)
@@ -57,10 +54,7 @@ def test_the_highest_of_three_classes_has_what_the_policy_leaves() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_classes_that_each_ask_for_more_than_half_take_turns(policy: str) -> None:
-    """Two leases that never end, each of more than half: neither waits for long, under any policy.
-
-    The bound is the ageing and a checkpoint interval of the holder.
-    """
+    """Of two such leases that never end, neither waits for long, under any policy."""
     traffic = tuple(loop(ServiceClass(name), 72, 0.005) for name in ("one", "two"))
     outcomes = run(Program(EIGHTS, traffic), policy)
     for outcome in outcomes.values():
@@ -70,7 +64,7 @@ def test_classes_that_each_ask_for_more_than_half_take_turns(policy: str) -> Non
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_leases_without_an_end_take_turns_across_classes(policy: str) -> None:
-    """Two leases of a higher class that give way to each other let one of a lower class in."""
+    """Two leases of a higher class that give way to each other also let a lower class in."""
     high = loop(ServiceClass("high", priority=1), 72, 0.005, leases=2)
     program = Program(EIGHTS, (loop(ServiceClass("low"), 72, 0.005), high))
     outcomes = run(program, policy)
@@ -79,7 +73,7 @@ def test_leases_without_an_end_take_turns_across_classes(policy: str) -> None:
 
 
 def test_a_lease_that_is_known_to_end_keeps_what_it_needs_from_a_lower_class() -> None:
-    """It ends without giving way, so a lower request that has aged waits for that."""
+    """An aged request of a lower class waits for the lease's known end."""
     classes = [ServiceClass("high", priority=1, latency=1.0), ServiceClass("low")]
     scheduler = Scheduler([EIGHTS], Sized(), 10, services=classes)
     size, pieces = SizeRange(8, 132), [Curve(44.0, 132), Curve(22.0, 132)]
@@ -92,7 +86,7 @@ def test_a_lease_that_is_known_to_end_keeps_what_it_needs_from_a_lower_class() -
 
 
 def test_a_lease_that_shrinks_is_known_to_end_later() -> None:
-    """It took its duration on all SMs; on fewer it is not over then, and does not give way."""
+    """Its duration was for all SMs; on fewer it ends later and does not give way."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])
     size = SizeRange(32, 132)
     (lease,) = scheduler.request(0.0, (size,), service="high", duration=Curve(13.2, 132)).grants
@@ -107,7 +101,7 @@ def test_a_lease_that_shrinks_is_known_to_end_later() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_lease_that_gave_way_is_expected_to_take_what_was_left(is_known: bool) -> None:
-    """Its checkpoint names the duration of the next piece, and its first request that of all."""
+    """Its checkpoint gives the next piece's duration, its request that of the whole lease."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH])
     size, piece = SizeRange(72, 132), Curve(3.3, 132)
     request = scheduler.request(
@@ -127,7 +121,7 @@ def test_a_lease_that_gave_way_is_expected_to_take_what_was_left(is_known: bool)
 
 
 def test_a_lease_that_was_idle_is_expected_to_take_its_duration_again() -> None:
-    """What was left when it gave way earlier counts no more."""
+    """The time left when it gave way earlier no longer counts."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH])
     size, piece = SizeRange(72, 132), Curve(3.3, 132)
     request = scheduler.request(0.0, (size,), service="high", duration=Curve(13.2, 132))
@@ -141,7 +135,7 @@ def test_a_lease_that_was_idle_is_expected_to_take_its_duration_again() -> None:
 
 
 def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_it_needs() -> None:
-    """The other lease need not come to a checkpoint before it ends."""
+    """The lease of the request's class may reach no checkpoint before its end."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[HIGH, LOW])
     (low,) = scheduler.request(0.0, (SizeRange(80, 132),), service="low").grants
     size = SizeRange(8, 48)
@@ -154,7 +148,7 @@ def test_a_lower_lease_gives_way_though_one_of_the_requests_class_has_more_than_
 
 
 def test_a_loan_returns_though_the_device_is_kept_for_a_lower_class() -> None:
-    """The borrower gives nothing up for that class, but what its owner waits for."""
+    """The borrower gives up only what the owner waits for."""
     owner = ServiceClass("owner", priority=2, reserve=16, max_wait_for_reserve=0.05)
     borrower = ServiceClass("borrower", priority=1, preemptible=True)
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=[owner, borrower, LOW])
@@ -167,7 +161,7 @@ def test_a_loan_returns_though_the_device_is_kept_for_a_lower_class() -> None:
 
 
 def disb(cells: DeviceCells) -> Program:
-    """Five classes with targets and best effort, as DISB's models beside training."""
+    """Five classes with targets and one of best effort, like DISB's models beside training."""
     sizes, pieces = (24, 32, 40, 24, 16), (0.003, 0.004, 0.006, 0.005, 0.008)
     targets = [
         every(0.017 + 0.004 * i,
@@ -195,7 +189,7 @@ def test_finer_cells_are_no_worse() -> None:
 
 
 def test_a_request_whose_size_shrinks_is_granted_what_is_free() -> None:
-    """Where another lease changes what a request is to have, and that is free, it waits no more."""
+    """If another lease shrinks the request's size to what is free, it is granted at once."""
     classes = [ServiceClass("high", priority=1, latency=1.0), ServiceClass("low", latency=1.0)]
     scheduler = Scheduler([TWOS], Sized(), 10, services=classes)
     first = scheduler.request(0.0, (SizeRange(2, 132),), service="high", duration=Curve(10, 132))
@@ -221,7 +215,7 @@ THREE = [ServiceClass("high", priority=2), ServiceClass("middle", priority=1), S
 
 
 def test_a_higher_class_has_at_once_what_a_checkpoint_gives_up() -> None:
-    """It does not wait for the checkpoint of a yet lower class, which may be far away."""
+    """It does not wait for the checkpoint of a lower class, which may be far away."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
     (low,) = scheduler.request(0.0, (SizeRange(48, 56),), service="low").grants
     (middle,) = scheduler.request(0.0, (SizeRange(64, 72),), service="middle").grants
@@ -232,7 +226,7 @@ def test_a_higher_class_has_at_once_what_a_checkpoint_gives_up() -> None:
 
 
 def test_what_a_checkpoint_gives_up_for_a_higher_class_stays_free() -> None:
-    """A lease does not take it up again: with the next checkpoint of another it is enough."""
+    """The lease does not take it back: after another's checkpoint it is enough."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
     scheduler.request(0.0, (SizeRange(40, 40),), service="low")
     (one,) = scheduler.request(0.0, (SizeRange(32, 48),), service="low").grants
@@ -277,7 +271,7 @@ def test_what_comes_to_a_checkpoint_in_time_is_let_past_a_kept_device() -> None:
 
 
 def test_a_lease_without_an_end_does_not_overtake_a_higher_class() -> None:
-    """It would give way at its first checkpoint, and hold until then what the other waits for."""
+    """It would hold, until its first checkpoint, the cells that the other waits for."""
     scheduler = Scheduler([EIGHTS], Fifo(), 10, services=THREE)
     (held,) = scheduler.request(0.0, (SizeRange(64, 64),), service="high").grants
     high = scheduler.request(0.0, (SizeRange(72, 72),), service="high")
@@ -290,7 +284,7 @@ def test_a_lease_without_an_end_does_not_overtake_a_higher_class() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_what_a_checkpoint_gives_back_stays_free_for_what_waits(policy: str) -> None:
-    """Two leases give back what is above their least, and neither takes it up again."""
+    """Two leases give back cells above their minimum, and neither takes them again."""
     scheduler = Scheduler([EIGHTS], POLICIES[policy](), 10, services=THREE)
     leases = []
     for _ in range(2):
@@ -305,7 +299,7 @@ def test_what_a_checkpoint_gives_back_stays_free_for_what_waits(policy: str) -> 
 
 
 def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
-    """A holder with two leases, or one that waits for its own, keeps what it has."""
+    """A holder with two leases, or one that waits for itself, keeps its cells."""
     scheduler = Scheduler([EIGHTS], POLICIES["fifo"](), 10, services=[ServiceClass("one")])
     (held,) = scheduler.request(0.0, (SizeRange(40, 64),), service="one", holder="a").grants
     scheduler.request(0.0, (SizeRange(40, 64),), service="one", holder="a")
@@ -316,7 +310,7 @@ def test_a_lease_does_not_give_way_to_its_own_holder() -> None:
 
 
 def test_a_lease_gives_up_nothing_in_vain_for_a_lower_class() -> None:
-    """A request that cannot begin before the lease ends would only wait longer."""
+    """A request that cannot begin before the lease ends would not gain from it."""
     scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10, services=THREE)
     size, work = SizeRange(16, 128), Curve(128.0, 128)
     (held,) = scheduler.request(0.0, (size,), service="high", duration=work).grants
@@ -339,7 +333,7 @@ def test_a_lease_gives_way_where_the_remainder_of_a_device_helps_a_request() -> 
 
 
 def test_a_lease_does_not_give_way_beside_one_that_is_used_again() -> None:
-    """A holder whose other lease is a resumed grant keeps what it has, too."""
+    """A holder whose other lease is a resumed grant also keeps its cells."""
     scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10)
     (again,) = scheduler.request(0.0, (SizeRange(16, 16),), holder="a").grants
     assert scheduler.suspend(0.0, again)
@@ -351,7 +345,7 @@ def test_a_lease_does_not_give_way_beside_one_that_is_used_again() -> None:
 
 
 def test_a_lease_that_gives_way_goes_behind_all_that_wait() -> None:
-    """Also where grants were resumed before: each of those counts as an arrival."""
+    """Resumed grants count as arrivals, so the order stays right."""
     scheduler = Scheduler([EIGHTS], Fifo(ageing=0), 10)
     (again,) = scheduler.request(0.0, (SizeRange(16, 16),)).grants
     for _ in range(5):
@@ -367,7 +361,7 @@ def test_a_lease_that_gives_way_goes_behind_all_that_wait() -> None:
 
 
 def test_a_lease_that_cannot_be_ranked_again_keeps_its_sms() -> None:
-    """Where the policy fails as a lease is to give way, the checkpoint raises and nothing moves."""
+    """If the policy fails while a lease gives way, the checkpoint raises and changes nothing."""
 
     class Failing(Fifo):
         def rank(self, request: RequestView) -> tuple[float, ...]:

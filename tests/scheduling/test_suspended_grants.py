@@ -1,4 +1,4 @@
-"""Leases that are suspended and resumed behave as leases that the scheduler decided on."""
+"""Suspended and resumed leases behave like leases that the scheduler decided on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ["", "owner", "other", "guest"]
 
 
 class Decided:
-    """A scheduler that decides on every lease, and what is held of it, by request."""
+    """A scheduler that decides on every lease, and its grants by request."""
 
     def __init__(self) -> None:
         cells = [DeviceCells(size=8, count=5)]
@@ -59,7 +59,7 @@ class Decided:
 
 
 class Suspending(Decided):
-    """One whose grants are suspended where they may be, and resumed, as a pool's cache does it."""
+    """One that suspends and resumes grants where it may, as a pool's cache does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ steps = st.lists(st.tuples(st.integers(1, 9), asking | st.integers(0, 9)), max_s
 def test_a_suspended_lease_behaves_as_a_decided_one(
     steps: list[tuple[int, tuple[str, int] | int]],
 ) -> None:
-    """Whatever is asked for and given back, the same is granted, held and accounted for."""
+    """For any requests, the grants, the holders and the statistics are equal."""
     one, other = Decided(), Suspending()
     now = 0.0
     for milliseconds, step in steps:
@@ -123,7 +123,7 @@ def test_a_suspended_lease_behaves_as_a_decided_one(
 
 
 def test_a_latency_is_one_leases_own() -> None:
-    """It counts from when the next asked, not from when the first did: all are in time."""
+    """A latency counts from each request, not from the first one, so all are in time."""
     one, other = Decided(), Suspending()
     before = one.scheduler.allocator.classes["owner"].margin.fraction
     for i in range(3000):
@@ -160,7 +160,7 @@ def told(scheduler: Scheduler) -> Request:
 def test_what_a_decision_would_look_at_is_not_suspended(
     case: Callable[[Scheduler], Request],
 ) -> None:
-    """Loans, quotas, durations, and devices that may be split are looked at for each lease."""
+    """Grants with loans, quotas or durations, and on devices that may split, are not suspended."""
     scheduler = Decided().scheduler
     (lease,) = case(scheduler).grants
     assert not scheduler.suspend(0.001, lease)

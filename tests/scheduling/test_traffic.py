@@ -1,7 +1,4 @@
-"""Traffic against the scheduler: what ageing is for, and what it costs.
-
-Everything is drawn from fixed seeds (`benchmarks.micro.shares`): the figures are always the same.
-"""
+"""What ageing is for, and what it costs, in traffic from fixed seeds."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ STRICT, AGED, FIRST_FIT = 0.0, 0.020, float("inf")
 
 
 def mixed(seed: int) -> list[Job]:
-    """16-SM jobs beside 64-SM jobs, 70 % load in all."""
+    """Return 16-SM jobs beside 64-SM jobs, with a load of 70 %."""
     rng = random.Random(seed)
     return [*poisson(rng, 16, 0.4, 0.020), *poisson(rng, 64, 0.3, 0.020)]
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[float, list[Waits]]:
-    """The published shape under each policy, for every seed."""
+    """Return the published workload's results under each policy, for every seed."""
     return {
         ageing: [serve(published(seed), Fifo(ageing=ageing)) for seed in SEEDS]
         for ageing in (STRICT, AGED, FIRST_FIT)
@@ -34,14 +31,14 @@ def outcomes() -> dict[float, list[Waits]]:
 
 
 def test_ageing_serves_every_whole_device_request(outcomes: dict[float, list[Waits]]) -> None:
-    """With 20 ms of ageing all 40 are served, as in strict order, and within half a second."""
+    """With 20 ms of ageing all 40 are served within half a second, as in strict order."""
     for waits in outcomes[AGED]:
         assert len(waits[ALL]) == 40
         assert max(waits[ALL]) < 0.5
 
 
 def test_ageing_costs_small_requests_nothing(outcomes: dict[float, list[Waits]]) -> None:
-    """With large requests this rare, the small ones' median wait is strict order's, within 15 %."""
+    """Large requests are rare, so the small ones' median wait is within 15 % of strict order's."""
     strict, aged = (
         mean(median(waits[16]) for waits in outcomes[ageing]) for ageing in (STRICT, AGED)
     )
@@ -51,7 +48,7 @@ def test_ageing_costs_small_requests_nothing(outcomes: dict[float, list[Waits]])
 
 
 def test_without_ageing_large_requests_starve(outcomes: dict[float, list[Waits]]) -> None:
-    """First-fit alone leaves whole-device requests waiting for seconds: why there is ageing."""
+    """Under first-fit alone, whole-device requests wait for seconds."""
     waits = [wait for outcome in outcomes[FIRST_FIT] for wait in outcome[ALL]]
     aged = [wait for outcome in outcomes[AGED] for wait in outcome[ALL]]
     assert max(waits) > 5 * max(aged)
@@ -59,7 +56,7 @@ def test_without_ageing_large_requests_starve(outcomes: dict[float, list[Waits]]
 
 
 def test_ageing_lets_small_requests_fill_gaps() -> None:
-    """Beside middling requests the small ones' median wait is a fraction of strict order's."""
+    """Beside medium requests the small ones' median wait is a fraction of strict order's."""
     small = {}
     for ageing in (STRICT, AGED):
         outcomes = [serve(mixed(seed), Fifo(ageing=ageing)) for seed in SEEDS]
