@@ -31,7 +31,7 @@ ONES = np.ones(8, np.float32)
 
 
 class Lent:
-    """A library's array, by DLPack: its producer is the stream that writes the buffer."""
+    """A library's array by DLPack, whose producer is the stream that writes the buffer."""
 
     def __init__(self, buffer: Buffer, **facts: Any) -> None:
         self.buffer = buffer
@@ -51,7 +51,7 @@ class Lent:
 
 
 class OldLent(Lent):
-    """The same, of before versions."""
+    """The same by DLPack without versions."""
 
     def __dlpack__(self, *, stream: int) -> object:  # type: ignore[override]
         return super().__dlpack__(stream=stream)
@@ -71,7 +71,7 @@ class Untyped:
 
 
 class Shown:
-    """A library's array, by `__cuda_array_interface__`, with something of it said otherwise."""
+    """A library's array by `__cuda_array_interface__`, of which a test changes entries."""
 
     def __init__(self, buffer: Buffer, **facts: Any) -> None:
         self._buffer = buffer
@@ -87,7 +87,7 @@ WAYS: list[Callable[[Buffer], Any]] = [Lent, OldLent, Shown]
 
 @asynccontextmanager
 async def untouched(pool: Pool, p: Partition) -> AsyncIterator[None]:
-    """Whatever is tried inside submits nothing, and the next work is right."""
+    """Check that the block submits nothing and that later work is right."""
     executor = p._open_lease().executor
     before = executor.launch_stream.issued, executor.call_stream.issued
     yield
@@ -98,7 +98,7 @@ async def untouched(pool: Pool, p: Partition) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
-    """A stream of the primary context, as another library would have; made and ended aside."""
+    """Yield a stream of the primary context, as of another library."""
     device = p._open_lease().executor.device
     stream = await p.run(device.create_stream)
     yield stream
@@ -112,7 +112,7 @@ async def foreign_stream(p: Partition) -> AsyncIterator[Stream]:
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", WAYS)
 def test_a_kernel_works_on_it_where_it_lies(backend: Backend, way: Callable[[Buffer], Any]) -> None:
-    """What the kernel wrote is in the other library's own memory, also by a bound launch."""
+    """A kernel, also as a bound launch, writes into the other library's own memory."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -140,7 +140,7 @@ def test_a_kernel_works_on_it_where_it_lies(backend: Backend, way: Callable[[Buf
 def test_its_producer_is_waited_for_on_the_device(
     backend: Backend, way: Callable[[Buffer], Any]
 ) -> None:
-    """Work on an array begins behind what its producer's stream has, and no thread waits."""
+    """Work on an array runs after its producer's stream, and no thread waits."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partitions(8, 8) as (p, q):
@@ -162,7 +162,7 @@ def test_its_producer_is_waited_for_on_the_device(
 
 
 def test_an_unknown_stream_is_waited_for(backend: Backend) -> None:
-    """The stream that an array names, of another context, holds up what comes behind it."""
+    """Work on an array runs after the stream that it names, which is of another context."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
@@ -185,7 +185,7 @@ def test_an_unknown_stream_is_waited_for(backend: Backend) -> None:
 
 
 def test_the_default_streams_have_numbers(backend: Backend) -> None:
-    """Streams 1 and 2 of an array are the driver's default ones, and None is no stream at all."""
+    """Streams 1 and 2 of an array are the driver's default streams, and None is no stream."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -199,7 +199,7 @@ def test_the_default_streams_have_numbers(backend: Backend) -> None:
 
 @pytest.mark.fault("E8")
 def test_our_stream_is_what_a_producer_is_reported(backend: Backend) -> None:
-    """DLPack's producer is asked for an order behind the stream that the work goes to."""
+    """DLPack's producer gets the stream to which the work goes."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -212,7 +212,7 @@ def test_our_stream_is_what_a_producer_is_reported(backend: Backend) -> None:
 
 
 def test_it_lives_until_the_job_is_done(backend: Backend) -> None:
-    """The array is kept while work on it is queued or runs, even if unowned, and no longer."""
+    """An array is referenced while work on it is queued or runs, and no longer."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -233,7 +233,7 @@ def test_it_lives_until_the_job_is_done(backend: Backend) -> None:
 
 
 def test_a_bound_launch_keeps_it_until_its_end(backend: Backend) -> None:
-    """A block left with a bound launch in flight keeps its arrays until the device is done."""
+    """A bound launch in flight keeps its arrays after its block, until the device is done."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as q:
@@ -259,7 +259,7 @@ def test_a_bound_launch_keeps_it_until_its_end(backend: Backend) -> None:
 
 
 def test_a_block_that_is_left_lets_go_of_what_was_bound(backend: Backend) -> None:
-    """A block whose bound launches are done keeps no array, whichever lease has its SMs next."""
+    """After its block, a bound launch that is done keeps no array."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool:
@@ -278,7 +278,7 @@ def test_a_block_that_is_left_lets_go_of_what_was_bound(backend: Backend) -> Non
 
 
 def test_a_bound_launch_refuses_what_it_cannot_take(backend: Backend) -> None:
-    """A refused array leaves a bound launch as it was, or unmade, and its other arguments free."""
+    """A refused array changes no bound launch and leaves other arguments free."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -299,7 +299,7 @@ def test_a_bound_launch_refuses_what_it_cannot_take(backend: Backend) -> None:
 
 
 def flagged(buffer: Buffer) -> Callable[[], object]:
-    """Capsules that say that their memory is only to be read."""
+    """Return capsules whose memory is read-only."""
 
     def make() -> object:
         capsule: Any = buffer.__dlpack__(stream=-1, max_version=(1, 1))
@@ -311,7 +311,7 @@ def flagged(buffer: Buffer) -> Callable[[], object]:
 
 
 def consumed(buffer: Buffer) -> Callable[[], object]:
-    """Capsules that were consumed."""
+    """Return capsules that were consumed."""
 
     def make() -> object:
         capsule = buffer.__dlpack__(stream=-1)
@@ -359,7 +359,7 @@ REFUSED: list[tuple[str, Callable[[Buffer], Any]]] = [
 def test_an_array_that_cannot_be_used_is_refused(
     backend: Backend, said: str, made: Callable[[Buffer], Any]
 ) -> None:
-    """Each says what is wrong with it, as an argument and in a copy, before anything is queued."""
+    """The error says what is wrong, for arguments and copies, before anything is queued."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -381,7 +381,7 @@ def test_an_array_that_cannot_be_used_is_refused(
 
 
 def test_what_is_only_to_be_read_is_not_written(backend: Backend) -> None:
-    """Where an array says so, it is refused where a kernel or a copy may write, and read freely."""
+    """A read-only array is refused where a kernel or copy may write, and may be read."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -400,7 +400,7 @@ def test_what_is_only_to_be_read_is_not_written(backend: Backend) -> None:
 
 
 def test_elements_are_those_of_the_parameter(backend: Backend) -> None:
-    """An array of other elements is refused; bytes without a dtype are any kernel's."""
+    """An array of another dtype is refused; bytes without a dtype fit any parameter."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -416,7 +416,7 @@ def test_elements_are_those_of_the_parameter(backend: Backend) -> None:
 
 
 def test_memory_that_is_no_devices_is_refused(backend: Backend) -> None:
-    """Where an array does not say whose memory it is in, the driver is asked."""
+    """If an array does not name its device, the driver is asked; host memory is refused."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -435,7 +435,7 @@ def test_memory_that_is_no_devices_is_refused(backend: Backend) -> None:
 
 @pytest.mark.fault("E8")
 def test_an_array_of_another_device_is_refused(backend: Backend) -> None:
-    """By what it says, and where it says nothing by where its memory lies."""
+    """The device comes from the array, or from its address if it names none."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -463,7 +463,7 @@ def test_an_array_of_another_device_is_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_go_to_it_and_from_it(backend: Backend, way: Callable[[Buffer], Any]) -> None:
-    """Each end of a copy may be an array of another library, and each tells how far it is."""
+    """Each end of a copy may be another library's array, and both report progress."""
 
     async def main() -> None:
         told: list[tuple[int, int]] = []
@@ -491,7 +491,7 @@ def test_copies_go_to_it_and_from_it(backend: Backend, way: Callable[[Buffer], A
 
 
 def test_a_takers_stream_waits_for_the_writer(backend: Backend) -> None:
-    """A consumer of a buffer by DLPack is ordered after its writers, unless it wants no order."""
+    """A DLPack consumer's stream waits for the buffer's writers, unless it asks not to."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:
@@ -517,7 +517,7 @@ def test_a_takers_stream_waits_for_the_writer(backend: Backend) -> None:
 
 
 def test_memory_in_other_hands_is_not_given_back(backend: Backend) -> None:
-    """A closed buffer's memory is free once its DLPack consumer has released it, and not before."""
+    """A closed buffer's memory is freed once its DLPack consumer releases it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -539,7 +539,7 @@ def test_memory_in_other_hands_is_not_given_back(backend: Backend) -> None:
 
 
 def test_a_capsule_may_end_while_an_exception_is_on_its_way(backend: Backend) -> None:
-    """The end of a capsule takes no exception for its own."""
+    """A capsule's destructor leaves an exception in flight as it is."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -552,7 +552,7 @@ def test_a_capsule_may_end_while_an_exception_is_on_its_way(backend: Backend) ->
 
 
 def test_what_cannot_be_handed_out_says_so(backend: Backend) -> None:
-    """A copy, another device, or elements that DLPack has not."""
+    """DLPack refuses copies, other devices, and dtypes that it does not have."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -574,7 +574,7 @@ def test_what_cannot_be_handed_out_says_so(backend: Backend) -> None:
 
 
 def test_a_stream_follows_anybodys(backend: Backend) -> None:
-    """`Stream.follow` takes objects with `__cuda_stream__`, and refuses all others."""
+    """`Stream.follow` takes objects with `__cuda_stream__` and refuses others."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, foreign_stream(p) as theirs:

@@ -24,7 +24,7 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 @asynccontextmanager
 async def untouched(pool: Pool, p: Partition | None = None) -> AsyncIterator[None]:
-    """Whatever is tried inside changes no account, submits nothing, and the next work is right."""
+    """Check that the block changes no statistics, submits nothing, and that later work is right."""
     before = pool.statistics()
     tickets = () if p is None else _tickets(p)
     yield
@@ -47,7 +47,7 @@ NO_SIZES = [0, -1, True, 1.5, "16", float("nan"), [8], (8, 8.0), (8, 16, 32), {8
 
 @pytest.mark.fault("B1")
 def test_what_is_no_size_is_refused_wherever_it_is_said(backend: Backend) -> None:
-    """Each way to request SMs refuses an invalid size at once, and queues nothing."""
+    """Every way to request SMs refuses an invalid size at once and queues nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool, untouched(pool):
@@ -74,7 +74,7 @@ TOO_MANY = [(133,), (10**9,), ((133, 200),), (100, 100), (64, 64, 64), (132, RES
 
 @pytest.mark.fault("B2")
 def test_more_than_there_ever_is_says_how_many_there_are(backend: Backend) -> None:
-    """A request for more than a device has is refused at once, and the error says the most."""
+    """A request above the device is refused at once, and the error gives the most."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -98,7 +98,7 @@ def test_more_than_there_ever_is_says_how_many_there_are(backend: Backend) -> No
 
 
 def test_what_can_never_be_granted_together_is_refused(backend: Backend) -> None:
-    """A joint request that makes no sense is refused where it is made, with what would."""
+    """An invalid joint request is refused at once, and the error says what is valid."""
     pool = backend.pool()
     for sizes, said in (
         ((), "at least one"),
@@ -114,7 +114,7 @@ def test_what_can_never_be_granted_together_is_refused(backend: Backend) -> None
 
 
 def test_an_option_that_no_request_has_says_which_there_are(backend: Backend) -> None:
-    """The message names the caller's option, those of a request, and what limits the waiting."""
+    """An unknown option's error names it, lists the options, and says what limits waiting."""
     pool = backend.pool()
     requests: list[Any] = [pool.partition, pool.partitions]
     for request in requests:
@@ -123,7 +123,7 @@ def test_an_option_that_no_request_has_says_which_there_are(backend: Backend) ->
 
 
 def test_a_deadline_that_is_none_is_refused(backend: Backend) -> None:
-    """A deadline is a number of seconds from now, above 0; else nothing is asked for."""
+    """A deadline must be a number of seconds above 0; nothing is queued otherwise."""
 
     async def main() -> None:
         async with backend.pool() as pool, untouched(pool):
@@ -140,7 +140,7 @@ def test_a_deadline_that_is_none_is_refused(backend: Backend) -> None:
 
 @pytest.mark.fault("B6")
 def test_an_unknown_service_is_refused(backend: Backend) -> None:
-    """A service class that the pool was not given is refused, with the names of those it has."""
+    """An unknown service class is refused with the names of the pool's classes."""
 
     async def main() -> None:
         services = [ServiceClass(name="decode", priority=1), ServiceClass(name="batch")]
@@ -157,7 +157,7 @@ def test_an_unknown_service_is_refused(backend: Backend) -> None:
 
 
 def test_a_device_that_is_none_of_the_pools_is_refused(backend: Backend) -> None:
-    """Narrowing a request to what is no device of the pool is refused, and nothing is queued."""
+    """A request for a device that the pool does not have is refused and not queued."""
     no_devices: list[Any] = [-1, 7, True, 0.0, "0", (0,)]
 
     async def main() -> None:
@@ -176,7 +176,7 @@ def test_a_device_that_is_none_of_the_pools_is_refused(backend: Backend) -> None
 
 
 def test_devices_that_are_none_are_refused(backend: Backend) -> None:
-    """A pool is given ordinals, each once and at least one, or refuses to be made."""
+    """`devices` must have at least one ordinal, each once."""
     no_devices: list[Any] = [0, [], [0, 0], ["a"], [-1], [True], [0.0], "0", [None], [[0]], {}]
     no_devices.append(np.array(0))
     for devices in no_devices:
@@ -185,7 +185,7 @@ def test_devices_that_are_none_are_refused(backend: Backend) -> None:
 
 
 def test_an_option_of_a_pool_that_is_none_is_refused(backend: Backend) -> None:
-    """An invalid policy or bound is refused where the pool is made, with the valid ones."""
+    """The constructor refuses an invalid policy or limit, with the valid ones."""
     for policy in ("lifo", ""):
         with pytest.raises(greensched.InvalidRequest, match="give one of fifo"):
             backend.pool(policy=policy)
@@ -195,7 +195,7 @@ def test_an_option_of_a_pool_that_is_none_is_refused(backend: Backend) -> None:
 
 
 def test_a_device_beyond_the_last_is_refused_and_leaves_the_rest(backend: Backend) -> None:
-    """A pool of one device that is there and one that is not opens neither."""
+    """If one of its devices does not exist, a pool opens none."""
 
     async def main() -> None:
         driver = backend.driver()
@@ -232,7 +232,7 @@ NO_LAUNCHES: list[tuple[str, Callable[[Any], Any]]] = [
 
 
 def test_what_cannot_be_launched_is_refused(backend: Backend) -> None:
-    """No kernel, or no geometry, is refused by name, before anything is submitted."""
+    """A wrong kernel or geometry is refused by name before anything is submitted."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -263,7 +263,7 @@ NO_ARGUMENTS: list[tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = [
 
 
 def test_an_argument_of_the_wrong_kind_is_refused(backend: Backend) -> None:
-    """An argument of the wrong kind, such as a job, is named with what it should be."""
+    """An argument of a wrong kind, such as a job, is refused with the right kind."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -284,7 +284,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(backend: Backend) -> None:
 
 @pytest.mark.fault("C6")
 def test_a_block_beyond_the_kernel_says_so(backend: Backend) -> None:
-    """Threads of a block beyond what the device can have are named with the limit."""
+    """A block with more threads than the device allows is refused with the limit."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, untouched(pool, p):
@@ -401,7 +401,7 @@ NO_DTYPES = {
 
 
 def test_a_dtype_that_cannot_be_is_refused_everywhere(backend: Backend) -> None:
-    """An array that device memory cannot hold is refused by each call; the error says why."""
+    """Every call refuses an array that device memory cannot hold, and says why."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -423,7 +423,7 @@ def test_a_dtype_that_cannot_be_is_refused_everywhere(backend: Backend) -> None:
 
 
 def test_what_is_no_buffer_is_refused(backend: Backend) -> None:
-    """A buffer is needed where one is read or written: what else is given is named."""
+    """Where a buffer is required, another object is refused by its type."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -446,7 +446,7 @@ def test_what_is_no_buffer_is_refused(backend: Backend) -> None:
 
 
 def test_a_buffer_of_another_device_is_refused(backend: Backend) -> None:
-    """Memory of one device is refused on another, by each use; the error names its device."""
+    """Every use of another device's buffer is refused, and the error names its device."""
 
     async def main() -> None:
         async with backend.pair() as pool, pool.partition(8, device=0) as p:
@@ -480,7 +480,7 @@ async def _coroutine() -> None:
 
 
 def test_a_coroutine_function_is_refused(backend: Backend) -> None:
-    """Run calls blocking functions: one that is to be awaited is refused, and never called."""
+    """`run` refuses a coroutine function and does not call it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -498,7 +498,7 @@ def test_a_coroutine_function_is_refused(backend: Backend) -> None:
 
 
 def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
-    """Every way to use a partition."""
+    """Return every way to use a partition."""
     return {
         "launch": lambda: p.launch(CONFIG, fill, b, 1.0, 8),
         "prepare": lambda: p.prepare(CONFIG, fill),
@@ -520,7 +520,7 @@ def uses_of(p: Partition, b: Any) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.fault("A10")
 def test_every_use_after_the_block_is_refused(backend: Backend) -> None:
-    """After its block whatever is asked of a partition raises PartitionClosed, `ready` too."""
+    """After its block every use of a partition raises PartitionClosed, `ready` too."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -539,7 +539,7 @@ def test_every_use_after_the_block_is_refused(backend: Backend) -> None:
 
 
 def test_every_use_before_the_block_is_refused(backend: Backend) -> None:
-    """Before its block a partition says that it is to be used with `async with`."""
+    """Before its block every use of a partition says to write `async with`."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -557,7 +557,7 @@ def test_every_use_before_the_block_is_refused(backend: Backend) -> None:
 
 @pytest.mark.fault("A10")
 def test_every_use_after_the_pools_end_is_refused(backend: Backend) -> None:
-    """After its end a pool, its partitions and its buffers raise what says so, and never hang."""
+    """After the pool's end it, its partitions and its buffers raise errors and never hang."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -589,7 +589,7 @@ def test_every_use_after_the_pools_end_is_refused(backend: Backend) -> None:
 
 
 def test_every_use_of_a_closed_buffer_is_refused(backend: Backend) -> None:
-    """After its end a buffer is refused by each use, pinned or on the device."""
+    """Every use of a closed buffer is refused, for pinned and for device memory."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -621,7 +621,7 @@ def test_every_use_of_a_closed_buffer_is_refused(backend: Backend) -> None:
 
 
 def test_a_refused_launch_has_not_used_its_buffers(backend: Backend) -> None:
-    """A buffer beside a wrong argument is free again as if nothing had been asked."""
+    """The buffers of a refused launch are free as before."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

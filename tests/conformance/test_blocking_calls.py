@@ -1,4 +1,4 @@
-"""Blocking callables: the thread, the context, the order, and what a cancellation leaves."""
+"""Blocking callables: their thread, context and order, and what a cancellation leaves behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IS_VERSIONED = False
 
 
 def test_a_callable_runs_on_the_partitions_own_thread(backend: Backend) -> None:
-    """Every call of a partition runs on one thread of its own, never the loop's."""
+    """All calls of a partition run on one thread, which is not the loop's."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
@@ -33,7 +33,7 @@ def test_a_callable_runs_on_the_partitions_own_thread(backend: Backend) -> None:
 
 
 def test_arguments_and_results_pass_through(backend: Backend) -> None:
-    """Arguments of both kinds arrive, results come back, exceptions are raised where awaited."""
+    """Positional and keyword arguments arrive, results return, and errors are raised at await."""
 
     def call(*args: object, **kwargs: object) -> tuple[object, ...]:
         return args, kwargs
@@ -51,7 +51,7 @@ def test_arguments_and_results_pass_through(backend: Backend) -> None:
 
 
 def test_a_call_sees_the_context_variables_of_its_caller(backend: Backend) -> None:
-    """As they are when it is asked for; what it sets there is its own, and gone with it."""
+    """A call sees the caller's context variables of its submission; its changes stay inside."""
     request = ContextVar("request", default="none")
     served = dict[str, tuple[list[str], str]]()
 
@@ -79,7 +79,7 @@ def test_a_call_sees_the_context_variables_of_its_caller(backend: Backend) -> No
 
 
 def test_the_green_context_is_current_inside_and_restored_after(backend: Backend) -> None:
-    """Inside a call the partition's context is current; afterwards what was before, always."""
+    """In a call the partition's context is current; afterwards the previous one is."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -103,7 +103,7 @@ def test_the_green_context_is_current_inside_and_restored_after(backend: Backend
 
 
 def test_calls_of_a_partition_run_one_after_another(backend: Backend) -> None:
-    """Calls run in the order in which they were submitted, never two at once."""
+    """Calls run in the order of submission, never two at once."""
     order: list[int] = []
 
     async def main() -> None:
@@ -117,7 +117,7 @@ def test_calls_of_a_partition_run_one_after_another(backend: Backend) -> None:
 
 
 def test_a_call_begins_behind_what_was_submitted(backend: Backend) -> None:
-    """A call's stream waits for earlier copies; the call itself may begin before."""
+    """The call's stream waits for earlier copies, but the call may begin before."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -138,7 +138,7 @@ def test_a_call_begins_behind_what_was_submitted(backend: Backend) -> None:
 
 
 def test_a_call_is_done_behind_what_was_submitted(backend: Backend) -> None:
-    """Calls that put nothing on their stream return at once, and are done behind earlier copies."""
+    """A call without work on its stream returns at once, and its job ends after earlier copies."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -158,7 +158,7 @@ def test_a_call_is_done_behind_what_was_submitted(backend: Backend) -> None:
 
 
 def test_a_cancelled_await_is_forgotten(backend: Backend) -> None:
-    """Cancelled awaits of one job do not add up; an await that goes on gets its value."""
+    """Cancelled awaits of one job leave nothing; an await that continues gets the value."""
     values: list[int] = []
 
     async def main() -> None:
@@ -189,7 +189,7 @@ def test_a_cancelled_await_is_forgotten(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_no_thread_counts_as_busy_after_a_lease_has_drained(backend: Backend) -> None:
-    """The poller counts the thread that ends a lease as busy until it has, and not longer."""
+    """The poller counts the thread that ends a lease as busy only until it has ended it."""
     may_return = threading.Event()
 
     async def main() -> None:
@@ -209,7 +209,7 @@ def test_no_thread_counts_as_busy_after_a_lease_has_drained(backend: Backend) ->
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) -> None:
-    """A cancelled await of a call returns at once; the SMs come back when the call has returned."""
+    """A cancelled await returns at once; the SMs are free when the call returns."""
     may_return = threading.Event()
     began = threading.Event()
 
@@ -239,7 +239,7 @@ def test_a_cancelled_call_runs_to_its_end_and_holds_its_sms(backend: Backend) ->
 
 
 def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
-    """A buffer given to a call is waited for, and freed only after the call has returned."""
+    """A call waits for its buffers, and they are freed only after it returns."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
@@ -262,7 +262,7 @@ def test_buffers_in_a_call_are_kept_in_order(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="two running calls wait for each other")
 def test_two_partitions_call_at_the_same_time(backend: Backend) -> None:
-    """Calls of different partitions do not wait for each other."""
+    """Calls of different partitions run concurrently."""
     meet = threading.Barrier(2)
 
     async def use(p: Partition) -> None:
@@ -279,7 +279,7 @@ def test_two_partitions_call_at_the_same_time(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_an_upload_does_not_wait_for_a_call(backend: Backend) -> None:
-    """Copies and launches of a partition go on while a call of it runs."""
+    """Copies and launches of a partition proceed while one of its calls runs."""
     uploaded = threading.Event()
 
     async def main() -> None:

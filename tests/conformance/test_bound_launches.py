@@ -1,4 +1,4 @@
-"""Bound launches: ready once, launched often, in order with everything else."""
+"""Bound launches: prepared once, launched often, and ordered with all other work."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 
 async def bound_fill(p: Partition, buffer: Buffer | PinnedBuffer) -> BoundLaunch:
-    """A launch bound to a buffer of 8, which it fills."""
+    """Return a launch of `fill`, bound to a buffer of 8 elements."""
     await p.prepare(CONFIG, fill)
     return p.bind(CONFIG, fill, buffer, 1.0, 8)
 
 
 @pytest.mark.runs_device_code
 def test_bound_launches_count(backend: Backend) -> None:
-    """Each call of a bound launch runs the kernel once more, patched arguments included."""
+    """Each call of a bound launch runs the kernel once, with its patched arguments."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -52,7 +52,7 @@ def test_bound_launches_count(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_what_was_bound_before_is_bound_anew(backend: Backend) -> None:
-    """What a lease leaves of its bound launches is bound again, with the new values alone."""
+    """A new bound launch reuses a prepared one of an earlier lease, with its own values alone."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool:
@@ -88,7 +88,7 @@ def test_what_was_bound_before_is_bound_anew(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_what_is_closed_twice_is_bound_anew_once(backend: Backend) -> None:
-    """A bound launch that was closed before its block's end leaves what it packed to one other."""
+    """A bound launch that is closed twice is reused by one other only."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool:
@@ -112,7 +112,7 @@ async def pool_download(pool: greensched.Pool, buffer: Buffer) -> np.ndarray:
 
 
 def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(backend: Backend) -> None:
-    """A launch of the same kernel with less of it does not make an earlier bound one fail."""
+    """A launch of the same kernel with less shared memory breaks no earlier bound launch."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -129,7 +129,7 @@ def test_a_bound_launch_keeps_the_shared_memory_it_was_allowed(backend: Backend)
 
 
 def test_bound_needs_its_kernel_loaded(backend: Backend) -> None:
-    """Binding a kernel that was never loaded for these SMs says how to load it."""
+    """Binding a kernel that is not loaded on these SMs raises, and says how to load it."""
 
     async def bind() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -163,7 +163,7 @@ def test_bound_ends_with_its_block(backend: Backend) -> None:
 
 
 def test_bound_ends_with_a_lost_lease(backend: Backend) -> None:
-    """A bound launch that outlives its forgotten partition raises PartitionClosed."""
+    """A bound launch of a collected partition raises PartitionClosed."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -201,7 +201,7 @@ def test_bound_refuses_a_closed_buffer(backend: Backend, kind: str) -> None:
 
 
 def test_a_buffer_in_two_arguments_stays_in_use(backend: Backend) -> None:
-    """Patching one of two arguments that are the same buffer leaves the other one in use."""
+    """Patching one of two arguments with the same buffer keeps the other in use."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -223,7 +223,7 @@ def test_a_buffer_in_two_arguments_stays_in_use(backend: Backend) -> None:
 
 
 def test_the_end_of_a_bound_launch_forgets_no_other_user(backend: Backend) -> None:
-    """Later work on a buffer of a bound launch is still waited for when that ends."""
+    """When a bound launch ends, later work on its buffer is still waited for."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as q, pool.partition(8) as r:
@@ -244,7 +244,7 @@ def test_the_end_of_a_bound_launch_forgets_no_other_user(backend: Backend) -> No
 
 
 def test_pinned_memory_outlives_its_bound_launches(backend: Backend) -> None:
-    """Pinned memory closed under a bound launch in flight is not reused before that is done."""
+    """Pinned memory that is closed under a bound launch is reused only after the launch."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -265,7 +265,7 @@ def test_pinned_memory_outlives_its_bound_launches(backend: Backend) -> None:
 
 
 def test_the_end_of_the_block_waits_for_bound_launches(backend: Backend) -> None:
-    """Launches without a ticket of their own are waited for all the same."""
+    """The block's end waits for launches without tickets of their own."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -287,7 +287,7 @@ def test_the_end_of_the_block_waits_for_bound_launches(backend: Backend) -> None
 
 @pytest.mark.parametrize("jobs_between", [False, True])
 def test_bound_launches_in_flight_are_bounded(backend: Backend, jobs_between: bool) -> None:
-    """Beyond the bound each launch is refused until there is room, which `ready` waits for."""
+    """Beyond the limit each launch is refused until there is room, for which `ready` waits."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -318,7 +318,7 @@ def test_bound_launches_in_flight_are_bounded(backend: Backend, jobs_between: bo
 
 
 def test_other_partitions_are_ordered_with_bound_launches(backend: Backend) -> None:
-    """Work elsewhere on a bound buffer waits for the launches, and the next launch for it."""
+    """Other work on a bound buffer runs after the launches, and the next launch after it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
@@ -342,7 +342,7 @@ def test_other_partitions_are_ordered_with_bound_launches(backend: Backend) -> N
 
 @pytest.mark.parametrize("submit", [False, True])
 def test_bound_launches_of_two_partitions_are_ordered(backend: Backend, submit: bool) -> None:
-    """Of two launches bound to one buffer elsewhere, each waits for what was launched before."""
+    """Two launches that are bound to one buffer wait for each other's earlier launches."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -367,7 +367,7 @@ def test_bound_launches_of_two_partitions_are_ordered(backend: Backend, submit: 
 
 
 def test_bound_launches_that_only_read_are_not_ordered(backend: Backend) -> None:
-    """Launches bound to one buffer in two partitions that both only read it run side by side."""
+    """Two launches that only read one buffer run concurrently in two partitions."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -386,7 +386,7 @@ def test_bound_launches_that_only_read_are_not_ordered(backend: Backend) -> None
 
 @pytest.mark.parametrize("lent", ["before it is bound", "afterwards"])
 def test_a_capture_takes_in_no_bound_launch(backend: Backend, lent: str) -> None:
-    """While the partition's stream, once handed out, is capturing, a bound launch is refused."""
+    """While the partition's exposed stream is capturing, a bound launch is refused."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -407,7 +407,7 @@ def test_a_capture_takes_in_no_bound_launch(backend: Backend, lent: str) -> None
 
 
 def test_a_bound_launch_has_no_other_arguments(backend: Backend) -> None:
-    """An argument is counted from 0 on; another one is refused by the kernel's name."""
+    """Arguments are counted from 0; another index is refused with the kernel's name."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -1,4 +1,4 @@
-"""Elastic leases: what a checkpoint waits for, gives back, takes up and leaves as it is."""
+"""Elastic leases: what a checkpoint waits for, gives back and takes up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def hold(pool: Pool, sms: int, release: anyio.Event, **options: object) ->
 
 
 def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
-    """An elastic lease shrinks to its least for a waiting request, and takes idle SMs up again."""
+    """A lease shrinks to its minimum for a waiting request, and later takes up idle SMs."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -51,7 +51,7 @@ def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
 
 
 def test_a_lease_of_one_size_keeps_it(backend: Backend) -> None:
-    """A checkpoint of a lease that is not elastic waits for its work, and changes nothing."""
+    """A checkpoint of a lease with one size waits for its work and changes nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -63,7 +63,7 @@ def test_a_lease_of_one_size_keeps_it(backend: Backend) -> None:
 
 
 def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
-    """While a job runs nothing moves for waiting requests; a cancellation changes nothing."""
+    """No SM moves while a job runs, and a cancelled checkpoint changes nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -88,7 +88,7 @@ def test_a_checkpoint_awaits_the_work_first(backend: Backend) -> None:
 
 
 def test_a_checkpoint_ends_with_another_one_of_the_partition(backend: Backend) -> None:
-    """Of two tasks at a checkpoint one moves the partition, and the other waits for no more."""
+    """Of two tasks at a checkpoint, one moves the partition, and both then return."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -117,7 +117,7 @@ def test_a_checkpoint_ends_with_another_one_of_the_partition(backend: Backend) -
 
 
 def test_progress_is_reported_without_the_lock_at_a_checkpoint() -> None:
-    """A progress callback at a checkpoint may use the pool: it is called under no lock."""
+    """A progress callback at a checkpoint may use the pool, because no lock is held."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, anyio.create_task_group() as tasks:
@@ -145,7 +145,7 @@ def test_progress_is_reported_without_the_lock_at_a_checkpoint() -> None:
 
 @pytest.mark.runs_device_code
 def test_bound_launches_and_buffers_follow(backend: Backend) -> None:
-    """After a checkpoint on other SMs bound launches go there, and buffers are as they were."""
+    """After a move bound launches run on the new SMs, and buffers keep their contents."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -179,7 +179,7 @@ def test_bound_launches_and_buffers_follow(backend: Backend) -> None:
 
 
 class Refusing:
-    """An array of a library that can come to refuse to hand it out."""
+    """A library's array that can begin to refuse its export."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -196,7 +196,7 @@ class Refusing:
 
 
 async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.Event:
-    """A lease of all SMs gives some to another lease, until that one ends."""
+    """Lease all SMs, and give some to another lease until that one ends."""
     before, release = p._open_lease().executor, anyio.Event()
     tasks.start_soon(hold, pool, 8, release)
     await until(lambda: pool.statistics().waiting == 1)
@@ -208,7 +208,7 @@ async def moved(pool: Pool, tasks: anyio.abc.TaskGroup, p: Partition) -> anyio.E
 def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(
     backend: Backend,
 ) -> None:
-    """A checkpoint moves nevertheless and loses no waiter; the array is released with the block."""
+    """The checkpoint still moves and loses no waiter; the block's end releases the array."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, anyio.create_task_group() as tasks:
@@ -235,7 +235,7 @@ def test_an_array_that_is_refused_on_other_sms_is_the_next_launchs_failure(
 
 
 def test_what_never_was_launched_on_other_sms_is_not_ready_there(backend: Backend) -> None:
-    """A bound launch that moved where its kernel is not loaded leaves nothing to be bound there."""
+    """A bound launch that moved to SMs without its kernel leaves no prepared launch there."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -256,7 +256,7 @@ def test_what_never_was_launched_on_other_sms_is_not_ready_there(backend: Backen
 
 
 def test_what_libraries_were_given_is_waited_for(backend: Backend) -> None:
-    """What is on the lease's own stream without a ticket is done before its SMs move."""
+    """Work without tickets on the lease's exposed stream is done before the SMs move."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -290,7 +290,7 @@ def test_a_failed_job_shows_at_the_end(backend: Backend) -> None:
 
 
 def test_feeding_goes_on_over_a_checkpoint(backend: Backend) -> None:
-    """Arrays that are fed come one after another, whatever SMs the partition has by then."""
+    """A feed goes on over checkpoints, on any SMs that the partition has."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -310,7 +310,7 @@ def test_feeding_goes_on_over_a_checkpoint(backend: Backend) -> None:
 
 
 def test_an_owner_waits_for_a_checkpoint_alone(backend: Backend) -> None:
-    """Lent SMs of a reserve return to its owner at the borrower's next checkpoint, all of them."""
+    """All lent SMs of a reserve return at the borrower's next checkpoint."""
     services = [
         ServiceClass("decode", reserve=16, priority=10, max_wait_for_reserve=0.020),
         ServiceClass("batch", preemptible=True, checkpoint_interval=0.010),
@@ -337,7 +337,7 @@ def test_an_owner_waits_for_a_checkpoint_alone(backend: Backend) -> None:
 
 
 def test_a_checkpoint_outside_the_block_is_refused(backend: Backend) -> None:
-    """Before and after its block a partition has no checkpoint."""
+    """A checkpoint before or after the block is refused."""
 
     async def main() -> None:
         async with backend.pool() as pool:

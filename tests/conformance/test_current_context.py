@@ -1,4 +1,4 @@
-"""What is current on a thread: devices and contexts as blocks and without; moving elsewhere."""
+"""The current context of a thread: inside and outside of blocks, and across threads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_device_is_current_inside_its_block(backend: Backend) -> None:
 
 
 def test_a_device_never_used_is_initialised_by_its_block(backend: Backend) -> None:
-    """Its primary context is made where the block begins, and released by `close`."""
+    """The block retains the primary context, and `close` releases it."""
     with opened(backend) as (device,):
         driver = device.driver
         release_primary(driver)
@@ -82,7 +82,7 @@ def test_a_device_never_used_is_initialised_by_its_block(backend: Backend) -> No
 
 
 def test_a_block_of_a_device_swallows_nothing(backend: Backend) -> None:
-    """An exception passes through as it is, and what was current is restored."""
+    """An exception leaves the block unchanged, and the previous context is restored."""
     with opened(backend) as (device,):
         with pytest.raises(ZeroDivisionError) as caught, device:
             1 / 0  # noqa: B018
@@ -91,7 +91,7 @@ def test_a_block_of_a_device_swallows_nothing(backend: Backend) -> None:
 
 
 def test_a_block_of_a_device_nests_in_itself_and_is_used_again(backend: Backend) -> None:
-    """The same device nested stays current until its outermost block ends; then it begins anew."""
+    """A nested device stays current until its outermost block ends; then it can begin again."""
     with opened(backend) as (device,):
         for _ in range(3):
             with device, device:
@@ -104,7 +104,7 @@ def test_a_block_of_a_device_nests_in_itself_and_is_used_again(backend: Backend)
 
 
 def test_a_block_always_sets(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entering and leaving tell the driver, also where it is current already."""
+    """Entering and leaving always call the driver, even if the context is current already."""
     with opened(backend) as (device,):
         driver, told = device.driver, []
         device.primary  # noqa: B018
@@ -122,7 +122,7 @@ def test_a_block_always_sets(backend: Backend, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_set_current_stays(backend: Backend) -> None:
-    """`Device.set_current` holds until something else is current, and blocks restore it."""
+    """`Device.set_current` lasts until another context is set, and blocks restore it."""
     with opened(backend) as (device,):
         own = Context.create(device)
         device.set_current()
@@ -158,7 +158,7 @@ def test_two_devices_nest_four_deep(backend: Backend) -> None:
 
 
 def test_a_context_set_by_other_code_inside_a_block_is_undone(backend: Backend) -> None:
-    """The driver's own calls in a block, of whatever library, change nothing of what is after."""
+    """The block's end restores the previous context, whatever other code set."""
     with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         device.primary  # noqa: B018
@@ -183,7 +183,7 @@ def test_a_context_set_by_other_code_inside_a_block_is_undone(backend: Backend) 
 
 
 def test_threads_side_by_side(backend: Backend) -> None:
-    """What each thread has current is its own matter, however they take turns."""
+    """Each thread has its own current context, in any interleaving."""
     with opened(backend) as (device,):
         own = Context.create(device)
         device.primary  # noqa: B018
@@ -218,7 +218,7 @@ def test_threads_side_by_side(backend: Backend) -> None:
 
 
 def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> None:
-    """The primary, a green one and one of its own are found; a foreign one is adopted."""
+    """`current` returns our object for our contexts, and adopts a foreign one."""
     with opened(backend) as (device,):
         driver = device.driver
         assert Context.current(driver) is None
@@ -246,7 +246,7 @@ def test_current_finds_each_context_as_the_object_it_is(backend: Backend) -> Non
 
 
 def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
-    """A context waits as its flags say; no flags and two ways to wait are refused."""
+    """A context waits as its flags say; no flags, or two ways to wait, are refused."""
     with opened(backend) as (device,):
         for flags in (
             ContextFlags.SCHED_AUTO,
@@ -265,7 +265,7 @@ def test_flags_of_a_context_of_its_own(backend: Backend) -> None:
 
 
 def test_flags_of_the_primary_are_set_before_it_is_active(backend: Backend) -> None:
-    """Asked for before its first use they hold; an active one is left as it is, and refused."""
+    """Flags apply before the first use; for an active primary they are refused."""
     with opened(backend) as (device,):
         release_primary(device.driver)
         device.set_flags(ContextFlags.SCHED_BLOCKING_SYNC)
@@ -283,7 +283,7 @@ def test_flags_of_the_primary_are_set_before_it_is_active(backend: Backend) -> N
 
 
 def test_scoped_gives_what_the_function_gives(backend: Backend) -> None:
-    """The context is current in the call, and not after it, also when it raises."""
+    """The context is current only during the call, even if the call raises."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         assert own.scoped(lambda: own.is_current)
         assert not own.is_current
@@ -298,7 +298,7 @@ def test_scoped_gives_what_the_function_gives(backend: Backend) -> None:
 
 
 def test_synchronize_is_of_this_context(backend: Backend) -> None:
-    """It waits whatever is current, and leaves that current."""
+    """`synchronize` waits for its own context and leaves the current one as it is."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         own.synchronize()
         assert device.driver.current() is None
@@ -316,7 +316,7 @@ def test_synchronize_is_of_this_context(backend: Backend) -> None:
 
 
 def test_closing_a_context_that_is_in_use_is_refused(backend: Backend) -> None:
-    """Current here, in a block around another, or on another thread: it stays, and says where."""
+    """A context that is current here, below another, or on another thread stays open."""
     with opened(backend) as (device,):
         own, green = Context.create(device), green_of(device)
         for context in (own, green):
@@ -343,7 +343,7 @@ def test_closing_a_context_that_is_in_use_is_refused(backend: Backend) -> None:
 
 
 def test_closing_a_device_that_is_in_use_is_refused(backend: Backend) -> None:
-    """Nothing has ended then: it works on, and closes when its block is left."""
+    """Nothing is closed; the device works on, and closes when its block has ended."""
     with opened(backend) as (device,):
         with device, pytest.raises(greensched.InvalidRequest, match="current"):
             device.close()
@@ -357,7 +357,7 @@ def test_closing_a_device_that_is_in_use_is_refused(backend: Backend) -> None:
 
 
 def test_what_others_replaced_is_not_in_use(backend: Backend) -> None:
-    """What was set and is current no more is free: to be closed, and for another thread."""
+    """A context that other code replaced is free to be closed or used by another thread."""
     with opened(backend) as (device,):
         driver, green = device.driver, green_of(device)
         device.primary  # noqa: B018
@@ -374,7 +374,7 @@ def test_what_others_replaced_is_not_in_use(backend: Backend) -> None:
 
 
 def test_a_repr_tells(backend: Backend) -> None:
-    """It has the kind, the device, and the handle; streams and events have their context in it."""
+    """It has the kind, the device and the handle; streams and events name their context."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         assert repr(own).startswith("<Context: own, device 0, ")
         assert repr(own.handle) in repr(own)
@@ -384,7 +384,7 @@ def test_a_repr_tells(backend: Backend) -> None:
 
 
 def test_a_forgotten_context_warns(backend: Backend) -> None:
-    """Its finaliser warns, calls no driver and raises nothing; the primary is its device's."""
+    """Its finaliser warns, calls no driver and raises nothing; the primary is not affected."""
     with opened(backend) as (device,):
         own, green = Context.create(device), green_of(device)
         rescued = [
@@ -416,7 +416,7 @@ def refusing(driver: Driver, refused: Context) -> Callable[[Any], None]:
 def test_a_failed_restore_never_hides_the_bodys_error(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged and noted on that, or raised where there is none; ours is not left current."""
+    """The failure is a note on the body's error and logged, or raised if there is none."""
     with opened(backend) as (device,):
         driver, own = device.driver, Context.create(device)
         driver.push_current(own.handle)
@@ -461,7 +461,7 @@ def test_a_context_is_removed_though_the_driver_does_not_say_which_is_current(
 
 
 def test_a_context_floats_between_threads(backend: Backend) -> None:
-    """Pushed, popped and pushed elsewhere, by whichever thread, green or its own."""
+    """A context can be pushed on one thread, popped, and pushed on another."""
     with opened(backend) as (device,):
         for context in (Context.create(device), green_of(device)):
 
@@ -483,7 +483,7 @@ def test_a_context_floats_between_threads(backend: Backend) -> None:
 
 
 def test_popping_what_is_not_on_top_is_refused(backend: Backend) -> None:
-    """Not current, under another, or there by a block: the stack stays as it is."""
+    """A context that is not on top, or that a block pushed, cannot be popped."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         with pytest.raises(greensched.InvalidRequest, match="not the current context"):
             own.pop()
@@ -501,7 +501,7 @@ def test_popping_what_is_not_on_top_is_refused(backend: Backend) -> None:
 
 
 def test_what_is_pushed_in_a_block_ends_with_it(backend: Backend) -> None:
-    """A library that forgets to pop does no harm: the block restores, the context is free."""
+    """If a library forgets to pop, the block restores, and the context is free."""
     with opened(backend) as (device,):
         green = green_of(device)
         for leave_behind in (green.push, green.set_current):
@@ -523,7 +523,7 @@ def test_what_is_pushed_in_a_block_ends_with_it(backend: Backend) -> None:
 
 
 def test_a_green_context_on_a_second_thread_is_refused_with_both_named(backend: Backend) -> None:
-    """However it became current; launching on its stream from there is fine."""
+    """The error names both threads; launches on its stream from there are allowed."""
     with opened(backend) as (device,):
         green = green_of(device)
         stream = green.create_stream()
@@ -555,7 +555,7 @@ def test_a_green_context_on_a_second_thread_is_refused_with_both_named(backend: 
 
 
 def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None:
-    """A context left current by a thread that ended is free: others may enter it, or close it."""
+    """A context that an ended thread left current may be entered by others, or closed."""
     with opened(backend) as (device,):
         green = green_of(device)
         if not backend.is_simulated:  # the stand-in would call it a thread that left one behind
@@ -570,7 +570,7 @@ def test_a_thread_that_ends_gives_its_green_context_up(backend: Backend) -> None
 
 
 def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend) -> None:
-    """With green ones they are refused, both named, before any driver call."""
+    """Mixed with green ones they are refused, both named, before any driver call."""
     with opened(backend) as (device,), ExitStack() as stack:
         own, other = (stack.enter_context(closing(Context.create(device))) for _ in range(2))
         green = stack.enter_context(closing(green_of(device)))
@@ -595,7 +595,7 @@ def test_streams_and_events_of_a_context_of_its_own_do_not_mix(backend: Backend)
 
 
 def test_what_outlives_its_context_says_so_and_names_both(backend: Backend) -> None:
-    """A stream or event used after its context's end is our error, with the context in it."""
+    """Using a stream or event of a closed context raises an error that names both."""
     with opened(backend) as (device,):
         for context in (Context.create(device), green_of(device)):
             stream, event = context.create_stream(), context.create_event()
@@ -614,7 +614,7 @@ def test_what_outlives_its_context_says_so_and_names_both(backend: Backend) -> N
 
 
 def test_what_a_context_is_set_to(backend: Backend) -> None:
-    """Limits and cache configuration are a context's, read back, shared with its green ones."""
+    """Limits and cache configuration can be read back, and green contexts share them."""
     with opened(backend) as (device,), ExitStack() as stack:
         own = stack.enter_context(closing(Context.create(device)))
         green = stack.enter_context(closing(green_of(device)))
@@ -645,7 +645,7 @@ def test_what_a_context_is_set_to(backend: Backend) -> None:
 
 
 def test_a_kernel_runs_in_a_context_of_its_own(backend: Backend) -> None:
-    """`launch` on its stream works without the primary, which is never made for it."""
+    """`launch` on such a context's stream works and never makes the primary."""
     with opened(backend) as (device,):
         driver: Driver = device.driver
         release_primary(driver)
@@ -657,7 +657,7 @@ def test_a_kernel_runs_in_a_context_of_its_own(backend: Backend) -> None:
 
 
 def test_pools_use_no_context_of_its_own(backend: Backend) -> None:
-    """A pool opened and used inside a block of one has green contexts of the primary."""
+    """A pool used inside another context's block has green contexts of the primary."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         pool = greensched.Pool([0], driver=device.driver)
 
@@ -679,7 +679,7 @@ def test_pools_use_no_context_of_its_own(backend: Backend) -> None:
 
 
 def test_what_is_current_can_be_asked_on_a_loop(backend: Backend) -> None:
-    """Asking, entering and leaving never block, also for what other code made current."""
+    """Asking, entering and leaving never block, even for a foreign context."""
     with opened(backend) as (device,):
         driver, primary = device.driver, device.primary
         raw = driver.create_context(0, ContextFlags.SCHED_AUTO)
@@ -702,7 +702,7 @@ def test_what_is_current_can_be_asked_on_a_loop(backend: Backend) -> None:
 def test_nothing_is_logged_where_nothing_is_wrong(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A body's own error is its own: our log says nothing of it."""
+    """An error of the block's body is not in our log."""
     with opened(backend) as (device,), caplog.at_level(logging.DEBUG, "greensched"):
         with pytest.raises(KeyError), device:
             raise KeyError

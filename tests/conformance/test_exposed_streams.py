@@ -1,4 +1,4 @@
-"""A partition's stream in other hands: captures, and what is still to be submitted."""
+"""A partition's stream used by other code: captures, and work still to be submitted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def end(stream: Stream) -> None:
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_capture_left_open_is_dropped(backend: Backend, leaves: bool) -> None:
-    """A block left in the middle of a capture gives the SMs back all the same."""
+    """A block that ends in the middle of a capture still returns its SMs."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -59,7 +59,7 @@ def test_a_capture_left_open_is_dropped(backend: Backend, leaves: bool) -> None:
 
 
 def test_a_stream_is_lent_when_everything_is_on_it(backend: Backend) -> None:
-    """While something is still to be submitted the stream is not handed out: it would go first."""
+    """The stream is refused while earlier work is not submitted, which would come later."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -77,7 +77,7 @@ def test_a_stream_is_lent_when_everything_is_on_it(backend: Backend) -> None:
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["its stream", "a library's stream"])
 def test_sms_are_released_once_work_of_libraries_is_done(backend: Backend, is_own: bool) -> None:
-    """The end of a lease waits for work without a ticket on every stream of its green context."""
+    """A lease's end waits for all work on the streams of its green context."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -103,7 +103,7 @@ def test_sms_are_released_once_work_of_libraries_is_done(backend: Backend, is_ow
 
 @pytest.mark.parametrize("stays", [True, False], ids=["in the lease", "after the lease"])
 def test_what_is_kept_lives_until_the_work_is_done(backend: Backend, stays: bool) -> None:
-    """`keep_alive` holds an object while the device has earlier work, and no longer."""
+    """`keep_alive` keeps an object until earlier device work is done, and no longer."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -126,7 +126,7 @@ def test_what_is_kept_lives_until_the_work_is_done(backend: Backend, stays: bool
 
 
 def test_nothing_is_kept_where_nothing_can_be_submitted(backend: Backend) -> None:
-    """`keep` is refused while the stream is capturing, and after the lease."""
+    """`keep_alive` is refused while the stream is capturing, and after the lease."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -143,7 +143,7 @@ def test_nothing_is_kept_where_nothing_can_be_submitted(backend: Backend) -> Non
 
 @pytest.mark.fault("C17")
 def test_waiting_for_room_leaves_a_capture_alone(backend: Backend) -> None:
-    """`ready` needs a ticket behind bound launches, and puts none into a capture."""
+    """`ready` after bound launches writes its ticket into no capture."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -163,7 +163,7 @@ def test_waiting_for_room_leaves_a_capture_alone(backend: Backend) -> None:
 
 @pytest.mark.fault("C17")
 def test_nothing_is_ordered_behind_a_capture(backend: Backend) -> None:
-    """Work on a buffer in use by a partition that is capturing is refused, and spoils nothing."""
+    """Work on a buffer of a capturing partition is refused, and the capture stays valid."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -191,7 +191,7 @@ def test_nothing_is_ordered_behind_a_capture(backend: Backend) -> None:
 
 @pytest.mark.fault("C17")
 def test_a_call_may_capture_while_others_go_on(backend: Backend) -> None:
-    """Work on a buffer that a call has is not refused because that call is capturing."""
+    """Work on a call's buffer is not refused because the call is capturing."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:

@@ -1,4 +1,4 @@
-"""Elastic leases that give way with all of their SMs at a checkpoint, and go on afterwards."""
+"""Elastic leases that give up all SMs at a checkpoint and continue afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLASSES = [ServiceClass("low"), ServiceClass("high", priority=1)]
 
 
 async def most_of_it(pool: Pool, entered: anyio.Event, release: anyio.Event) -> None:
-    """Hold more than half of the device, for a class that goes first."""
+    """Hold more than half of the device for a class of higher priority."""
     total = pool.statistics().sms_total
     async with pool.partition(total * 2 // 3, service="high"):
         entered.set()
@@ -81,7 +81,7 @@ def test_a_lease_gives_way_and_goes_on(backend: Backend) -> None:
 
 @pytest.mark.parametrize("ends", ["block", "cancel", "close"])
 def test_a_lease_that_gave_way_ends_without_sms(backend: Backend, ends: str) -> None:
-    """Its block ends, its checkpoint is cancelled, or the pool closes: nothing comes back twice."""
+    """By its block, a cancellation or the pool's end; nothing is returned twice."""
 
     async def main() -> None:
         async with backend.pool(services=CLASSES) as pool, anyio.create_task_group() as tasks:

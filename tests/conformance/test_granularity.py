@@ -1,4 +1,4 @@
-"""How finely a pool cuts, what clusters that leaves, and work queues of one's own."""
+"""How finely a pool splits, its cluster sizes, and work queues of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = LaunchConfig(grid=4, block=64)
 
 @pytest.mark.parametrize("granularity", ["fine", "coscheduled"])
 def test_a_pool_cuts_as_finely_as_it_was_told(backend: Backend, granularity: Any) -> None:
-    """A fine pool grants pairs of SMs, the other whole co-scheduled sets; both run kernels."""
+    """A fine pool grants pairs of SMs, another whole co-scheduled sets; kernels run on both."""
 
     async def main() -> None:
         async with backend.pool(granularity=granularity) as pool:
@@ -37,7 +37,7 @@ def test_a_pool_cuts_as_finely_as_it_was_told(backend: Backend, granularity: Any
 
 
 class Work:
-    """So many SM-seconds, whatever is seen of it."""
+    """A piece's SM-seconds; it ignores observed durations."""
 
     def __init__(self, sm_seconds: float) -> None:
         self.sm_seconds = sm_seconds
@@ -50,7 +50,7 @@ class Work:
 
 
 def test_two_leases_move_their_border_by_pairs(backend: Backend) -> None:
-    """Each step has the SMs it needs, the other the rest, and no executor is made meanwhile."""
+    """Each step gets the SMs that it needs, the other lease the rest, without new executors."""
     services = [ServiceClass("steps", priority=1, latency=10.0), ServiceClass("bulk")]
 
     async def main() -> None:
@@ -110,7 +110,7 @@ def test_what_clusters_a_partition_has(backend: Backend, spec: str) -> None:
 
 
 def test_balanced_work_queues(backend: Backend) -> None:
-    """Every partition has a configuration of its own, where there is one; else NotSupported."""
+    """Each partition has its own work-queue configuration, or NotSupported is raised."""
 
     async def main() -> None:
         pool = backend.pool(workqueues="balanced")
@@ -142,6 +142,6 @@ def test_balanced_work_queues(backend: Backend) -> None:
     ],
 )
 def test_a_pool_refuses_what_is_no_choice(options: dict[str, Any]) -> None:
-    """The refusal names the argument and what may be given."""
+    """The error names the argument and its valid values."""
     with pytest.raises(greensched.InvalidRequest, match=f"{next(iter(options))}=.*: give '"):
         Pool(**options)

@@ -1,4 +1,4 @@
-"""Graphs: captured once for each set of SMs, and launched again in order with everything else."""
+"""Graphs: captured once for each set of SMs, and launched in order with all other work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def here() -> Stream:
 
 
 def copied(target: Buffer, source: Buffer) -> None:
-    """Puts a copy on the call's stream: every driver, the stand-in too, moves the bytes."""
+    """Copy on the call's stream, which moves bytes on every driver."""
     stream = here()
     driver = stream.context.driver
     driver.copy(target.address, source.address, source.nbytes, stream.handle)
@@ -45,7 +45,7 @@ def added(x: Buffer, y: Buffer) -> None:
 
 
 class Copying:
-    """A function to be captured that notes where it was called."""
+    """A function to capture that records where it was called."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ async def pair(p: Partition) -> tuple[Buffer, Buffer]:
 
 
 def executables(pool: Pool) -> int:
-    """How many there are, where the driver says."""
+    """Return the number of executable graphs, if the driver counts them."""
     driver = pool.devices[0].driver
     return driver.live()["executable graph"] if isinstance(driver, SimulatedDriver) else 0
 
@@ -74,7 +74,7 @@ def executables(pool: Pool) -> int:
 
 
 def test_a_graph_does_its_work_at_each_launch(backend: Backend) -> None:
-    """Capturing does nothing; each launch works on the values of then, in order with the rest."""
+    """Capturing runs nothing; each launch uses the present values, in order."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -90,7 +90,7 @@ def test_a_graph_does_its_work_at_each_launch(backend: Backend) -> None:
 
 
 def test_a_thousand_launches_between_jobs(backend: Backend) -> None:
-    """Between and behind other jobs the word of the tickets only ever grows."""
+    """Between other jobs, the word of the tickets only grows."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -116,7 +116,7 @@ def test_a_thousand_launches_between_jobs(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
-    """On those and no others, wherever it was captured before."""
+    """A graph runs on the lease's SMs only, wherever it was captured before."""
     none = np.zeros(64, np.uint32)
 
     def step(seen: Buffer) -> None:
@@ -144,7 +144,7 @@ def test_it_runs_on_the_sms_of_the_lease(backend: Backend) -> None:
 
 
 def test_it_is_captured_once_for_each_set_of_sms(backend: Backend) -> None:
-    """On the executor's own thread, by itself, and kept: the next lease of the same SMs has it."""
+    """The executor's thread captures it once, and the next lease of the same SMs reuses it."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -176,7 +176,7 @@ def test_it_is_captured_once_for_each_set_of_sms(backend: Backend) -> None:
 
 
 def test_it_follows_a_checkpoint(backend: Backend) -> None:
-    """Where a checkpoint gave the lease other SMs, it is captured for those."""
+    """If a checkpoint moves the lease, the graph is captured for the new SMs."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -202,7 +202,7 @@ def test_it_follows_a_checkpoint(backend: Backend) -> None:
 
 
 def test_what_it_returns_lives_as_long(backend: Backend) -> None:
-    """Memory that the function made for itself is not another's while the graph may use it."""
+    """Memory that the captured function returns is kept while the graph may use it."""
 
     class Scratch: ...
 
@@ -235,7 +235,7 @@ def test_what_it_returns_lives_as_long(backend: Backend) -> None:
 
 
 def test_its_arguments_are_kept_in_order(backend: Backend) -> None:
-    """Work of other partitions on them comes behind a launch, and a launch behind theirs."""
+    """A launch and other partitions' work on its arguments are ordered with each other."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p, pool.partition(8) as q:
@@ -262,7 +262,7 @@ def test_its_arguments_are_kept_in_order(backend: Backend) -> None:
 
 
 def test_what_kernels_only_read_is_shared(backend: Backend) -> None:
-    """What the function launches kernels with counts as their parameters say."""
+    """Kernel arguments in a capture are read or written as their parameters say."""
 
     async def main() -> None:
         async with backend.pool(prepare=[saxpy]) as pool, pool.partitions(8, 8) as (p, q):
@@ -283,7 +283,7 @@ def test_what_kernels_only_read_is_shared(backend: Backend) -> None:
 
 
 def test_memory_is_not_given_back_under_a_launch(backend: Backend) -> None:
-    """A buffer that is closed behind a launch outlives that; then nothing is launched any more."""
+    """A closed buffer outlives the launch in flight; later launches are refused."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -310,7 +310,7 @@ class Shown:
 
 
 def test_an_array_of_another_library_is_waited_for_at_each_launch(backend: Backend) -> None:
-    """Its producer has no part in the capture; each launch comes behind it."""
+    """Its producer is not in the capture, and every launch runs after it."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
@@ -383,7 +383,7 @@ def spoil_and_fail(target: Buffer, source: Buffer) -> None:
 def test_what_cannot_be_captured_leaves_nothing(
     backend: Backend, function: Callable[..., None], kind: type[Exception], said: str
 ) -> None:
-    """The job fails with what is wrong; the capture is over, and the next one is a graph."""
+    """The job fails with the reason, the capture ends, and the next one succeeds."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -400,7 +400,7 @@ def test_what_cannot_be_captured_leaves_nothing(
 
 
 def test_it_may_fail_on_other_sms(backend: Backend) -> None:
-    """That is the launch's failure, reported once; the next launch tries again."""
+    """The launch fails once with the reason, and the next launch captures again."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -463,7 +463,7 @@ def test_it_uses_the_same_buffers_everywhere(backend: Backend, *, is_busy: bool)
 
 
 def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[], None]) -> None:
-    """Tells of what this thread does before it asks about an event, and behind that."""
+    """Report what this thread does before and after it queries an event."""
     exchange, loop = driver.exchange_capture_mode, threading.get_ident()
 
     def looking(mode: Any) -> Any:
@@ -478,7 +478,7 @@ def tell_of_looks(driver: Any, monkeypatch: pytest.MonkeyPatch, tell: Callable[[
 def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event would go into the capture, spoil it, and be taken for a fault of the device."""
+    """Its event would invalidate the capture and look like a device fault."""
     driver, looked = backend.driver(), threading.Event()
     tell_of_looks(driver, monkeypatch, looked.set)
 
@@ -512,7 +512,7 @@ def test_a_loop_that_sleeps_meanwhile_leaves_a_capture_alone(
 def test_an_event_that_went_into_a_capture_is_not_asked_about(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a capture began while the event was being recorded: it would spoil the capture."""
+    """Querying an event that was recorded into a capture would invalidate the capture."""
     driver, looks = backend.driver(), list[None]()
     tell_of_looks(driver, monkeypatch, lambda: looks.append(None))
 
@@ -536,7 +536,7 @@ def test_an_event_that_went_into_a_capture_is_not_asked_about(
 
 
 def test_nonsense_is_refused(backend: Backend) -> None:
-    """What is no blocking function is not captured, and a graph is launched on partitions only."""
+    """Only blocking functions are captured, and a graph is launched on partitions only."""
 
     async def coroutine() -> None: ...
 
@@ -558,7 +558,7 @@ def test_nonsense_is_refused(backend: Backend) -> None:
 
 
 def test_nothing_is_launched_too_late(backend: Backend) -> None:
-    """Not after the lease, after `close` or after the pool; what was launched is done."""
+    """Launches after the lease, `close` or the pool are refused; earlier ones are done."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -587,7 +587,7 @@ def test_nothing_is_launched_too_late(backend: Backend) -> None:
 
 
 def test_a_closed_graph_gives_its_memory_back(backend: Backend) -> None:
-    """At once where nothing of it runs; else when the executor's thread next has work."""
+    """At once if it is not running, and else when the executor's thread next works."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -611,7 +611,7 @@ def test_a_closed_graph_gives_its_memory_back(backend: Backend) -> None:
 
 
 def test_a_forgotten_graph_is_reported(backend: Backend) -> None:
-    """It warns, and is closed; one that a cancelled task was to have is closed in silence."""
+    """It warns and is closed; one that only a cancelled task would get is closed silently."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -634,7 +634,7 @@ def test_a_forgotten_graph_is_reported(backend: Backend) -> None:
 
 
 def test_a_graph_is_of_one_device(backend: Backend) -> None:
-    """On a partition of another it is refused, before anything is captured there."""
+    """A partition of another device refuses it before anything is captured."""
 
     async def main() -> None:
         async with backend.pair() as pool:
@@ -650,7 +650,7 @@ def test_a_graph_is_of_one_device(backend: Backend) -> None:
 
 
 def test_a_capture_of_the_users_own_keeps_graphs_out(backend: Backend) -> None:
-    """While the partition's stream is capturing no graph is launched on it."""
+    """No graph is launched while the partition's stream is capturing."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -668,7 +668,7 @@ def test_a_capture_of_the_users_own_keeps_graphs_out(backend: Backend) -> None:
 
 
 def test_it_takes_the_time_of_its_work(backend: Backend) -> None:
-    """Simulated, a launch takes one launch's latency, and then as long as its kernels do."""
+    """On a simulated device a launch takes one launch latency and its kernels' time."""
     if not backend.is_simulated:
         pytest.skip("how long kernels take is exact on simulated devices alone")
     spans: list[Span] = []

@@ -36,14 +36,14 @@ CONFIG = LaunchConfig(grid=8, block=64)
 
 
 def step(device: Device) -> int:
-    """SMs that every driver cuts a group of."""
+    """Return a number of SMs in which every driver splits."""
     sm = device.resources.sm
     return max(sm.min_partition_size, sm.coscheduled_alignment, 2)
 
 
 @contextmanager
 def greens(device: Device, number: int) -> Iterator[list[Context]]:
-    """Green contexts over groups of one split, closed at the end."""
+    """Yield green contexts over groups of one split."""
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(step(device),) * number))
     with ExitStack() as stack:
         yield [
@@ -78,7 +78,7 @@ class Mapped:
 
 @pytest.mark.runs_device_code
 def test_a_kernel_of_a_green_context_does_its_work(backend: Backend) -> None:
-    """A kernel on its stream writes what it should, and nothing is made current for it."""
+    """A kernel on its stream writes the right values, and nothing becomes current for it."""
     with opened(backend) as (device,):
         with (
             greens(device, 1) as (green,),
@@ -93,7 +93,7 @@ def test_a_kernel_of_a_green_context_does_its_work(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_two_contexts_run_kernels_of_their_own(backend: Backend) -> None:
-    """Two green contexts fill two buffers at once, each with its own value."""
+    """Two green contexts fill two buffers concurrently, each with its own value."""
     with opened(backend) as (device,), ExitStack() as stack:
         contexts = stack.enter_context(greens(device, 2))
         memory = [stack.enter_context(closing(Mapped(device))) for _ in contexts]
@@ -107,7 +107,7 @@ def test_two_contexts_run_kernels_of_their_own(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_a_context_with_work_queues_of_its_own_runs_kernels(backend: Backend) -> None:
-    """SMs and a configuration for balanced work queues make a context whose kernels work."""
+    """A context with SMs and balanced work queues runs kernels."""
     with opened(backend) as (device,):
         needs(device.driver, Feature.WORKQUEUES)
         queue = device.resources.workqueue
@@ -131,7 +131,7 @@ def test_a_context_with_work_queues_of_its_own_runs_kernels(backend: Backend) ->
 
 
 def test_two_contexts_have_no_more_than_the_device(backend: Backend) -> None:
-    """What two contexts over one split say they have is some of the device's SMs, and not all."""
+    """Two contexts over one split have fewer SMs together than the device."""
     with opened(backend) as (device,), greens(device, 2) as contexts:
         counts = [context.resources.sm.sm_count for context in contexts]
         assert counts == [step(device)] * 2
@@ -139,7 +139,7 @@ def test_two_contexts_have_no_more_than_the_device(backend: Backend) -> None:
 
 
 def test_an_event_recorded_on_a_green_stream_is_of_its_context(backend: Backend) -> None:
-    """It says so, mixes with no context of its own, and ends with the green one."""
+    """The event names its context, is refused in others, and ends with it."""
     with opened(backend) as (device,), closing(Context.create(device)) as own:
         with greens(device, 1) as (green,), closing(own.create_stream()) as other:
             stream = green.create_stream()
@@ -159,7 +159,7 @@ def test_an_event_recorded_on_a_green_stream_is_of_its_context(backend: Backend)
 
 
 def test_a_context_set_current_and_replaced_is_found_again(backend: Backend) -> None:
-    """What is current is asked of the driver and comes back as the same object, both ways."""
+    """The driver's current context is returned as the same object each time."""
     with opened(backend) as (device,), greens(device, 1) as (green,):
         driver = device.driver
         device.set_current()
@@ -179,7 +179,7 @@ def test_a_context_set_current_and_replaced_is_found_again(backend: Backend) -> 
 def test_what_is_made_on_a_device_is_made_there(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams, events and work queues are of the device asked, whatever else is current."""
+    """Streams, events and work queues belong to their device, whatever is current."""
     with opened(backend, "h200x2", devices=2) as (here, there):
         driver, made = here.driver, list[object]()
         create_stream, create_event = driver.create_stream, driver.create_event
@@ -211,7 +211,7 @@ def test_what_is_made_on_a_device_is_made_there(
 
 @pytest.mark.parametrize("spec", ["t4", "a100", "l40s", "h200", "rtx5090"])
 def test_every_kind_of_device_says_how_it_is_cut(backend: Backend, spec: str) -> None:
-    """The least group and the alignment are even, above 0, and what a split then gives."""
+    """Its minimum and alignment are even, above 0, and those of its splits."""
     with opened(backend, spec) as (device,):
         sm = device.resources.sm
         for number in (sm.min_partition_size, sm.coscheduled_alignment):
@@ -226,7 +226,7 @@ def test_every_kind_of_device_says_how_it_is_cut(backend: Backend, spec: str) ->
 
 @pytest.mark.fault("B4")
 def test_backfill_allows_what_is_refused_without(backend: Backend) -> None:
-    """Two groups that whole co-scheduled sets do not give come with backfill, from 13.1 on."""
+    """From 13.1 on, backfill gives groups that whole co-scheduled sets do not."""
     with opened(backend) as (device,):
         sm = device.resources.sm
         if not device.driver.supports(Feature.STRUCTURED_SPLIT):
@@ -244,7 +244,7 @@ def test_backfill_allows_what_is_refused_without(backend: Backend) -> None:
 
 
 def test_a_dry_run_with_counts_is_answered(backend: Backend) -> None:
-    """What cuda.core's dry run fails on, explicit counts, is answered; a refusal says why."""
+    """A dry run takes explicit counts, and a refusal says why."""
     with opened(backend) as (device,):
         sm, least = device.resources.sm, step(device)
         for count in (least, (least, least), (least,) * 4):

@@ -1,4 +1,4 @@
-"""A holder that waits for work gives its SMs back meanwhile, and has them again in time."""
+"""`p.idle()`: a holder that waits for work returns its SMs, and gets them back in time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CONFIG = LaunchConfig(grid=4, block=128)
 
 
 async def whole_device(pool: Pool) -> None:
-    """Have every SM for a moment."""
+    """Lease every SM for a moment."""
     async with pool.partition(ALL) as p:
         assert p.sm_count == pool.statistics().sms_total
 
 
 def test_a_partition_of_several_cannot_be_idle_alone(backend: Backend) -> None:
-    """It was granted together with others, so it is refused, and all keep their SMs."""
+    """A member of a joint grant is refused, and all members keep their SMs."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partitions(8, (8, 16)) as parts:
@@ -50,7 +50,7 @@ def test_a_partition_of_several_cannot_be_idle_alone(backend: Backend) -> None:
 
 @pytest.mark.parametrize("size", [16, (16, ALL)])
 def test_others_have_its_sms_meanwhile(backend: Backend, size: object) -> None:
-    """The device is free in the block; afterwards work and bound launches go on."""
+    """Others can lease the device during the block; afterwards work and bound launches go on."""
 
     async def main() -> None:
         async with (
@@ -83,7 +83,7 @@ def test_others_have_its_sms_meanwhile(backend: Backend, size: object) -> None:
 
 
 def test_a_block_that_fails_leaves_the_partition_usable(backend: Backend) -> None:
-    """It has SMs again, and the exception goes on."""
+    """The partition gets its SMs again, and the error is raised."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -98,7 +98,7 @@ def test_a_block_that_fails_leaves_the_partition_usable(backend: Backend) -> Non
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_cancelled_block_ends_the_lease(backend: Backend, inside: bool) -> None:
-    """In the block, or while it waits for SMs again: nothing is held, and nothing is queued."""
+    """After a cancellation, in the block or at its end, nothing is held or queued."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p, anyio.create_task_group() as t:
@@ -134,7 +134,7 @@ def test_a_cancelled_block_ends_the_lease(backend: Backend, inside: bool) -> Non
 
 
 def test_the_end_of_the_pool_is_reported(backend: Backend) -> None:
-    """A pool that closes meanwhile waits for no idle holder, whose block then ends so."""
+    """A closing pool does not wait for an idle holder, whose block raises at its end."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -148,7 +148,7 @@ def test_the_end_of_the_pool_is_reported(backend: Backend) -> None:
 
 
 def test_its_least_is_back_within_the_budget_of_its_class() -> None:
-    """A class that borrowed its reserve meanwhile gives it back at the next checkpoint."""
+    """A class that borrowed its reserve returns it at the next checkpoint."""
     clock = simulated.VirtualClock()
     driver = simulated.open("h200", clock=clock)
     classes = [

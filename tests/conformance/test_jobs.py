@@ -1,4 +1,4 @@
-"""Jobs: their results and order, how they are awaited, and what leaving them means."""
+"""Jobs: their results and order, how they are awaited, and what happens when a block ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = LaunchConfig(grid=4, block=128)
 @pytest.mark.fault("D9")
 @pytest.mark.runs_device_code
 def test_a_launch_gives_the_right_answer(backend: Backend) -> None:
-    """The main job: upload, launch, download, and the numbers are right."""
+    """Upload, launch and download give the right numbers."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -39,7 +39,7 @@ def test_a_launch_gives_the_right_answer(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_work_happens_in_the_order_of_submission(backend: Backend) -> None:
-    """Launches and copies run in the order in which they were submitted, first use or not."""
+    """Launches and copies run in the order of submission, even for a kernel's first use."""
     found: list[list[float]] = []
 
     async def main() -> None:
@@ -105,7 +105,7 @@ def test_cancelling_an_awaiter_never_cancels_the_job(backend: Backend) -> None:
 
 
 def test_asking_a_job_too_early_is_reported(backend: Backend) -> None:
-    """result() and exception() never wait: before the end they raise WouldBlock."""
+    """`result()` and `exception()` never wait; before the end they raise WouldBlock."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -123,7 +123,7 @@ def test_asking_a_job_too_early_is_reported(backend: Backend) -> None:
 
 
 def test_leaving_the_block_waits_for_jobs_left_behind(backend: Backend) -> None:
-    """Leaving normally waits for everything that was submitted and not awaited."""
+    """A normal end of the block waits for all submitted work."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -150,7 +150,7 @@ def test_leaving_the_block_waits_for_jobs_left_behind(backend: Backend) -> None:
 
 
 def test_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
-    """The first failure of a job that was not awaited is raised where the block ends normally."""
+    """The first failure of a job that was not awaited is raised at the block's end."""
 
     def fail(why: str) -> None:
         raise LookupError(why)
@@ -175,7 +175,7 @@ def test_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
 
 
 def test_a_failure_that_was_seen_is_not_kept(backend: Backend) -> None:
-    """Once its failure was seen, what a failed job was given is let go of before the lease ends."""
+    """Once its failure was retrieved, a job's arguments are released before the lease ends."""
 
     class Request:
         pass
@@ -198,7 +198,7 @@ def test_a_failure_that_was_seen_is_not_kept(backend: Backend) -> None:
 
 @pytest.mark.fault("A9")
 def test_leaving_by_an_exception_does_not_wait(backend: Backend) -> None:
-    """An exception leaves at once; the SMs stay held until the device is done with them."""
+    """An exception leaves the block at once; the SMs are free when the device is done."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -218,7 +218,7 @@ def test_leaving_by_an_exception_does_not_wait(backend: Backend) -> None:
 
 
 def test_jobs_in_flight_are_bounded(backend: Backend) -> None:
-    """At the bound of jobs in flight submitting raises WouldBlock, and ready() waits for room."""
+    """At the limit submitting raises WouldBlock, and `ready()` waits for room."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -311,7 +311,7 @@ def test_geometry_beyond_the_device_is_refused(
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "8", (1, 2, 3, 4), ()])
 def test_what_is_no_geometry_is_refused(bad: object) -> None:
-    """A grid or block that is not one to three positive ints is refused where it is made."""
+    """The constructor refuses a grid or block that is not one to three positive ints."""
     with pytest.raises(greensched.InvalidLaunch, match="grid"):
         LaunchConfig(grid=bad, block=1)  # type: ignore[arg-type]
     with pytest.raises(greensched.InvalidLaunch, match="block"):
@@ -319,7 +319,7 @@ def test_what_is_no_geometry_is_refused(bad: object) -> None:
 
 
 def test_pool_launch_and_run_lease_do_and_return(backend: Backend) -> None:
-    """pool.launch and pool.run take their SMs, do the work, wait, and give the SMs back."""
+    """`pool.launch` and `pool.run` lease SMs, do the work, wait, and return the SMs."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -336,7 +336,7 @@ def test_pool_launch_and_run_lease_do_and_return(backend: Backend) -> None:
 
 @pytest.mark.fault("A8")
 def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
-    """A buffer whose upload was cancelled is freed silently: no caller could close it."""
+    """A buffer of a cancelled upload is freed silently, because no caller could close it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -355,7 +355,7 @@ def test_what_a_cancelled_job_gives_is_nobodys(backend: Backend) -> None:
 
 
 def test_a_call_may_hand_its_buffers_to_a_library(backend: Backend) -> None:
-    """In a call the array interface of its arguments names the call's own stream."""
+    """In a call, the array interface of its arguments names the call's own stream."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -29,13 +29,13 @@ ONE = LaunchConfig(grid=1, block=1)
 
 @pytest.fixture(autouse=True)
 def waits(backend: Backend) -> None:
-    """A driver that loads code beside whatever runs has nothing to be held up by."""
+    """Say whether the driver's code loading waits for running work."""
     if not backend.is_simulated and standin_library() is not None:
         pytest.skip("the stand-in loads code at once, whatever runs: nothing waits for it")
 
 
 async def begin_first_use(backend: Backend, pool: Pool, p: Partition) -> None:
-    """A kernel without a first use is launched behind a gate, and is waited for by a thread."""
+    """Launch a kernel for the first time behind a gate, so that a thread waits for it."""
     job = p.launch(ONE, spin, 1)
     loader = pool.devices[0].loader
     while backend.kind != "virtual" and not loader.first_uses:
@@ -70,7 +70,7 @@ BEHIND = [(way, "another", marks) for way in WAYS if "launch" in way for marks i
 def test_nothing_is_submitted_by_the_loop_meanwhile(
     backend: Backend, way: str, beside: str, marks: str
 ) -> None:
-    """Whatever it is, and whatever is before it: a thread makes the calls, and it gets done."""
+    """A thread makes every driver call that would wait, and the work is done."""
     if marks == "events" and not backend.is_simulated:
         pytest.skip("streams of this driver can write words, so its tickets are never events")
     lacks = {"without": [Feature.WRITE_VALUE]} if marks == "events" else {}
@@ -101,7 +101,7 @@ def test_nothing_is_submitted_by_the_loop_meanwhile(
 
 @pytest.mark.runs_device_code
 def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
-    """To another lease, by the same loop, which goes on: it is done once the first use is."""
+    """The loop can submit any work on another lease; it is done after the first use."""
 
     async def main() -> None:
         async with (
@@ -142,7 +142,7 @@ def test_everything_can_be_submitted_meanwhile(backend: Backend) -> None:
 
 
 def test_what_is_in_flight_is_awaited_meanwhile(backend: Backend) -> None:
-    """A thread that sleeps until a job is done, without a recorded event, is woken all the same."""
+    """A thread that sleeps until a job is done is woken without a recorded event."""
 
     async def main() -> None:
         async with (
@@ -215,7 +215,7 @@ def test_a_call_returns_meanwhile(backend: Backend) -> None:
 
 
 def test_a_pool_is_well_meanwhile(backend: Backend) -> None:
-    """Its health is read without a driver call that could wait."""
+    """The pool's health needs no driver call that could wait."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:

@@ -1,4 +1,4 @@
-"""The built-in kernels give what numpy gives, by device code or by their reference."""
+"""The built-in kernels agree with numpy, by device code or by their reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [LaunchConfig(grid=1, block=1), LaunchConfig(grid=(3, 2), block=(7, 5, 
 async def through(
     p: Partition, kernel: Kernel, config: LaunchConfig, out: Floats, *inputs: object
 ) -> Floats:
-    """What a kernel leaves in its one output, marked by None among its arguments."""
+    """Return what a kernel writes into its one output, which is None in the arguments."""
     buffers = [await p.upload(i) if isinstance(i, np.ndarray) else i for i in inputs]
     with await p.upload(out) as result:
         p.launch(config, kernel, *(result if b is None else b for b in buffers))
@@ -37,7 +37,7 @@ async def through(
 
 @pytest.mark.parametrize("config", SHAPES, ids=str)
 def test_flat_kernels(backend: Backend, config: LaunchConfig) -> None:
-    """fill, saxpy and reduce_sum are right for any grid and block, and touch nothing beyond n."""
+    """`fill`, `saxpy` and `reduce_sum` are right for any geometry and write nothing beyond n."""
 
     async def main() -> None:
         rng = np.random.default_rng(1)
@@ -59,7 +59,7 @@ def test_flat_kernels(backend: Backend, config: LaunchConfig) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 53, 3), (64, 64, 1)], ids=str)
 @pytest.mark.parametrize("sigma", [0.0, 0.7, 3.0])
 def test_gaussian_blur(backend: Backend, shape: tuple[int, int, int], sigma: float) -> None:
-    """A blur is the weighted mean of the neighbourhood, with edges clamped."""
+    """A blur is the weighted mean of the neighbourhood, with clamped edges."""
 
     async def main() -> None:
         image = np.random.default_rng(2).random(shape, dtype=np.float32)
@@ -75,7 +75,7 @@ def test_gaussian_blur(backend: Backend, shape: tuple[int, int, int], sigma: flo
 
 
 def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
-    """The definition, one direction after the other, in double precision."""
+    """Return the blur by its definition, one direction after the other, in double precision."""
     radius = math.ceil(3 * sigma)
     if radius == 0:
         return image.astype(float)
@@ -93,7 +93,7 @@ def _blurred(image: Floats, sigma: float) -> npt.NDArray[np.float64]:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 17), (128, 96, 64)], ids=str)
 def test_matmul(backend: Backend, sizes: tuple[int, int, int]) -> None:
-    """A product is numpy's, times the number of passes."""
+    """`matmul` gives numpy's product multiplied by the number of passes."""
     m, n, k = sizes
 
     async def main() -> None:
@@ -110,7 +110,7 @@ def test_matmul(backend: Backend, sizes: tuple[int, int, int]) -> None:
 
 
 def test_spin_takes_its_time(backend: Backend) -> None:
-    """A spin of two milliseconds is not over before them, by the device's own clock or ours."""
+    """A spin of two milliseconds takes at least as long by the device's clock."""
 
     async def main() -> None:
         driver = backend.driver()
@@ -124,7 +124,7 @@ def test_spin_takes_its_time(backend: Backend) -> None:
 
 
 def test_latch_waits_for_the_host_or_its_limit(backend: Backend) -> None:
-    """A latch runs until the host sets its word, and no longer than its limit."""
+    """A latch runs until the host sets its word, or until its limit."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -140,7 +140,7 @@ def test_latch_waits_for_the_host_or_its_limit(backend: Backend) -> None:
 
 
 def test_smids_names_the_partitions_sms(backend: Backend) -> None:
-    """As many SMs are seen as the partition has, with blocks that fill them."""
+    """With enough blocks, `smids` sees as many SMs as the partition has."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:

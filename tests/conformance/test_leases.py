@@ -1,4 +1,4 @@
-"""Leases: what is granted, in which order, and what is refused."""
+"""Leases: their sizes, their order, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers.waiting import until
 @pytest.mark.fault("B3")
 @pytest.mark.parametrize("sms", [1, 8, 9, 16, 24, 64, 100, 120])
 def test_granted_is_at_least_what_was_asked_and_visible(backend: Backend, sms: int) -> None:
-    """A partition has at least the SMs asked for, in whole cells, and says how many."""
+    """A partition has at least the requested SMs, in whole cells, and its count is visible."""
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partition(sms) as p:
@@ -30,7 +30,7 @@ def test_granted_is_at_least_what_was_asked_and_visible(backend: Backend, sms: i
 
 
 def test_all_is_every_sm(backend: Backend) -> None:
-    """ALL is every SM of the device, remainder included, and nothing is free beside it."""
+    """ALL grants every SM, including the remainder, and leaves none free."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(ALL) as p:
@@ -43,7 +43,7 @@ def test_all_is_every_sm(backend: Backend) -> None:
 
 
 def test_joint_request_is_granted_as_one(backend: Backend) -> None:
-    """partitions(16, REST) yields both in the order of its arguments, on one device."""
+    """`partitions(16, REST)` yields both parts in order, on one device."""
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partitions(16, REST) as (a, b):
@@ -56,7 +56,7 @@ def test_joint_request_is_granted_as_one(backend: Backend) -> None:
 
 
 def test_rest_comes_first_when_written_first(backend: Backend) -> None:
-    """The order of the tuple is the order of the arguments, wherever REST stands."""
+    """`partitions` yields its parts in the order of its arguments, also with REST first."""
 
     async def main() -> None:
         async with (
@@ -70,7 +70,7 @@ def test_rest_comes_first_when_written_first(backend: Backend) -> None:
 
 
 def test_elastic_size_takes_what_is_free(backend: Backend) -> None:
-    """(8, 64) is granted as soon as 8 are free, with as many up to 64 as are free then."""
+    """`(8, 64)` is granted as soon as 8 are free, with as many up to 64 as are free."""
 
     async def main() -> None:
         async with backend.pool("h20") as pool:
@@ -88,7 +88,7 @@ NO_SIZES = [0, -1, True, 1.5, "16", None, (8,), (64, 8), (0, 8), (8, "x"), float
 
 @pytest.mark.parametrize("sms", NO_SIZES)
 def test_what_is_no_size_is_refused(backend: Backend, sms: object) -> None:
-    """A size that can never be is refused when the partition is asked for, with what would be."""
+    """An invalid size is refused at the request, and the error says what is valid."""
     pool = backend.pool()
     with pytest.raises(greensched.InvalidSize, match="positive int"):
         pool.partition(sms)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_what_is_no_size_is_refused(backend: Backend, sms: object) -> None:
 
 @pytest.mark.parametrize("sms", [133, 10**9])
 def test_more_than_can_ever_be_is_refused_at_once(backend: Backend, sms: int) -> None:
-    """A request beyond every device says the most there can be, and never waits."""
+    """A request above every device is refused at once, and the error gives the most."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -115,7 +115,7 @@ async def follow(pool: Pool, sms: object, name: object, order: list[object]) -> 
 
 
 def test_requests_are_granted_in_order(backend: Backend) -> None:
-    """Requests of one size are granted in the order in which they came."""
+    """Requests of one size are granted in the order of arrival."""
     order: list[object] = []
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_requests_are_granted_in_order(backend: Backend) -> None:
 
 
 def test_larger_priority_goes_first(backend: Backend) -> None:
-    """A request of a service class with a larger priority is granted before earlier ones."""
+    """A request of a class with a higher priority is granted before earlier ones."""
     order: list[object] = []
     services = [ServiceClass(name="batch"), ServiceClass(name="decode", priority=10)]
 
@@ -152,7 +152,7 @@ def test_larger_priority_goes_first(backend: Backend) -> None:
 
 @pytest.mark.fault("B8")
 def test_queue_is_bounded(backend: Backend) -> None:
-    """At the bound of the queue a request is refused at once, with a hint when to come again."""
+    """At the limit of the queue a request is refused at once, with `retry_after`."""
 
     async def main() -> None:
         order: list[object] = []
@@ -177,7 +177,7 @@ async def _refused_full(pool: Pool) -> None:
 
 @pytest.mark.fault("A7")
 def test_deadline_passes_while_queued(backend: Backend) -> None:
-    """Not granted by its deadline, a request raises DeadlineExceeded and leaves the queue."""
+    """A request not granted by its deadline raises DeadlineExceeded and leaves the queue."""
 
     async def late(pool: Pool) -> None:
         with pytest.raises(greensched.DeadlineExceeded):
@@ -196,7 +196,7 @@ def test_deadline_passes_while_queued(backend: Backend) -> None:
 
 @pytest.mark.fault("A7")
 def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
-    """A deadline is for the queue: a granted lease outlives it."""
+    """A deadline applies to the queue; a granted lease outlives it."""
 
     async def main() -> None:
         driver = backend.driver()
@@ -210,7 +210,7 @@ def test_deadline_means_nothing_once_granted(backend: Backend) -> None:
 
 @pytest.mark.fault("A14")
 def test_asking_for_what_one_holds_is_reported(backend: Backend) -> None:
-    """A task that holds and asks for what can never come meanwhile gets WouldDeadlock."""
+    """A task whose own leases make a request impossible gets WouldDeadlock."""
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partition(64):
@@ -225,7 +225,7 @@ def test_asking_for_what_one_holds_is_reported(backend: Backend) -> None:
 
 
 def test_nowait_is_granted_or_refused(backend: Backend) -> None:
-    """partition_nowait is granted when it returns, or raises WouldBlock and takes nothing."""
+    """`partition_nowait` returns a granted partition, or raises WouldBlock and takes nothing."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -243,7 +243,7 @@ def test_nowait_is_granted_or_refused(backend: Backend) -> None:
 
 
 def test_other_shapes_are_made_when_asked_for(backend: Backend) -> None:
-    """Cells that are not prebuilt together get an executor, made once and warm from then on."""
+    """Cells without an executor get one when requested, which is kept."""
 
     async def main() -> None:
         async with backend.pool("h200") as pool, pool.partitions(24, 24, 24, 24):
@@ -261,7 +261,7 @@ def test_other_shapes_are_made_when_asked_for(backend: Backend) -> None:
 
 
 def test_partition_outside_its_block_is_refused(backend: Backend) -> None:
-    """Before and after its block a partition raises PartitionClosed, and touches nothing."""
+    """Before and after its block a partition raises PartitionClosed and has no effect."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -278,7 +278,7 @@ def test_partition_outside_its_block_is_refused(backend: Backend) -> None:
 
 
 def test_a_partition_is_entered_once(backend: Backend) -> None:
-    """A second task that enters a partition, queued or granted, is refused, and no SM is lost."""
+    """A second task that enters a partition, queued or granted, is refused; no SM is lost."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -309,7 +309,7 @@ def test_a_partition_is_entered_once(backend: Backend) -> None:
 
 
 def test_a_refused_partition_may_be_entered_again(backend: Backend) -> None:
-    """A partition whose entering failed is as it was before."""
+    """A partition whose entry failed can be entered later."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -328,7 +328,7 @@ def test_a_refused_partition_may_be_entered_again(backend: Backend) -> None:
 
 
 def test_a_member_of_a_joint_grant_is_not_entered_by_itself(backend: Backend) -> None:
-    """Entering one is refused; one that ended early hides no error, and the others end too."""
+    """Entering one member is refused; one that ended early hides no error of the others."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -344,7 +344,7 @@ def test_a_member_of_a_joint_grant_is_not_entered_by_itself(backend: Backend) ->
 
 
 def test_pool_outside_its_life_is_refused(backend: Backend) -> None:
-    """A pool that is not open, or closed, says so, and how to open it."""
+    """A pool that is not open, or closed, raises an error that says how to open it."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -364,7 +364,7 @@ def test_pool_outside_its_life_is_refused(backend: Backend) -> None:
 
 
 def test_second_pool_on_a_device_is_refused(backend: Backend) -> None:
-    """Two pools would cut a device into overlapping partitions: the second is refused."""
+    """A second pool on a device is refused, because their partitions would overlap."""
 
     async def main() -> None:
         driver = backend.driver()
@@ -379,7 +379,7 @@ def test_second_pool_on_a_device_is_refused(backend: Backend) -> None:
 
 @pytest.mark.fault("B5", "B6")
 def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
-    """While small requests keep coming, a request for ALL is granted within the ageing bound."""
+    """Beside continuing small requests, a request for ALL is granted within the ageing."""
 
     async def main() -> None:
         async with backend.pool() as pool, anyio.create_task_group() as tasks:
@@ -403,7 +403,7 @@ def test_big_request_is_not_starved_by_small_ones(backend: Backend) -> None:
 
 @pytest.mark.fault("B10")
 def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
-    """What is leased, draining and free adds up at every step, and repr says the same."""
+    """Leased, draining and free SMs add up at every step, in statistics and `repr`."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -427,7 +427,7 @@ def test_statistics_and_repr_tell_the_truth(backend: Backend) -> None:
 
 
 def test_the_first_lease_of_any_size_makes_no_executor(backend: Backend) -> None:
-    """Whatever size is requested first, alone or beside the rest, its executor is prebuilt."""
+    """The executors of every size, alone or beside REST, are made when the pool opens."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -443,7 +443,7 @@ def test_the_first_lease_of_any_size_makes_no_executor(backend: Backend) -> None
 
 
 def test_a_generator_that_is_closed_has_left_its_block(backend: Backend) -> None:
-    """An async generator closed in a block has left that block, and there is no warning."""
+    """Closing an async generator inside a block ends the block, without a warning."""
 
     async def numbers(pool: Pool) -> AsyncIterator[int]:
         async with pool.partition(8) as p:

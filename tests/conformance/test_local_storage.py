@@ -19,7 +19,7 @@ IS_VERSIONED = False
 
 
 class Things:
-    """Make things, and note where each was made and closed: on which thread, in which context."""
+    """Makes objects, and records the thread and context of each making and closing."""
 
     def __init__(self, pool: Pool) -> None:
         self.driver = pool.devices[0].driver
@@ -48,7 +48,7 @@ class Thing:
 
 
 def test_it_is_made_once_for_the_same_sms(backend: Backend) -> None:
-    """Every lease of the same SMs has the same thing, however often it asks; it is made once."""
+    """Every lease of the same SMs gets the same object, which is made once."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -62,7 +62,7 @@ def test_it_is_made_once_for_the_same_sms(backend: Backend) -> None:
 
 
 def test_other_sms_and_other_functions_have_their_own(backend: Backend) -> None:
-    """Two partitions share nothing, nor do two functions given to one."""
+    """Two partitions share no object, nor do two functions."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partitions(8, 8) as (a, b):
@@ -95,7 +95,7 @@ def test_it_is_made_and_closed_on_the_executors_thread(backend: Backend) -> None
 
 
 def test_two_tasks_ask_at_once(backend: Backend) -> None:
-    """A second request while it is being made gets the same one."""
+    """A second request during the making gets the same object."""
     seen = set()
 
     async def main() -> None:
@@ -114,7 +114,7 @@ def test_two_tasks_ask_at_once(backend: Backend) -> None:
 
 
 def test_it_is_given_at_once_the_second_time(backend: Backend) -> None:
-    """What is made needs no thread and no wait: the job is done when it is returned."""
+    """An existing object needs no thread and no wait: the job is done at once."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -129,7 +129,7 @@ def test_it_is_given_at_once_the_second_time(backend: Backend) -> None:
 
 
 def test_a_factory_that_fails_keeps_nothing(backend: Backend) -> None:
-    """Its error is raised where it is awaited; what was made before stays; the next call tries."""
+    """Its error is raised at the await; other objects stay, and the next call tries again."""
     tries: list[int] = []
 
     def make() -> str:
@@ -156,7 +156,7 @@ def test_a_factory_that_fails_keeps_nothing(backend: Backend) -> None:
 
 
 def test_an_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
-    """Of a factory as of any job."""
+    """A factory's failure that was not retrieved is raised at the block's end."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -169,7 +169,7 @@ def test_an_unseen_failure_is_raised_at_the_end(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a running call waits for the loop")
 def test_a_cancellation_leaves_it_made(backend: Backend) -> None:
-    """A cancelled await returns at once; the factory ends, and the next await has its value."""
+    """A cancelled await returns at once; the factory finishes, and the next await has its value."""
     began, may_return = threading.Event(), threading.Event()
     made: list[object] = []
 
@@ -200,7 +200,7 @@ def test_a_cancellation_leaves_it_made(backend: Backend) -> None:
 
 
 def test_nonsense_is_refused(backend: Backend) -> None:
-    """What is no function, is to be awaited, or cannot be told apart, is refused at the call."""
+    """Objects that are not functions, coroutine functions, and unhashable ones are refused."""
 
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]  # as of a list
@@ -221,7 +221,7 @@ def test_nonsense_is_refused(backend: Backend) -> None:
 
 
 def test_a_new_function_each_time_is_reported(backend: Backend) -> None:
-    """Beyond 64 objects no more are made: some caller gives a new function each time."""
+    """Beyond 64 objects a call is refused: it passes a new function each time."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -234,7 +234,7 @@ def test_a_new_function_each_time_is_reported(backend: Backend) -> None:
 
 
 def test_a_close_that_fails_is_logged(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    """The others are closed all the same, and so is the pool."""
+    """The other objects and the pool are still closed."""
 
     class Stubborn:
         def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies between devices of a pool: straight where the hardware can, else through the host."""
+"""Copies between a pool's devices: directly with peer access, and otherwise through the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.parametrize("pair", PAIRS, ids=["alike", *PAIRS[1:]])
 
 
 def two(backend: Backend, pair: Devices) -> Pool:
-    """A pool over two devices; skips the combinations that other combinations cover."""
+    """Yield a pool over two devices; skip combinations that others cover."""
     if pair in ONCE and (backend.kind, backend.loop) != ("real", "asyncio"):
         pytest.skip(
             f"{pair} copies in the same way everywhere: it runs on asyncio and the real clock"
@@ -46,7 +46,7 @@ def two(backend: Backend, pair: Devices) -> Pool:
 
 @asynccontextmanager
 async def both(backend: Backend, pair: Devices) -> AsyncIterator[tuple[Partition, Partition]]:
-    """A partition of each of the two devices."""
+    """Yield a partition of each of the two devices."""
     async with two(backend, pair) as pool:
         async with pool.partition(8, device=0) as p, pool.partition(8, device=1) as q:
             yield p, q
@@ -56,7 +56,7 @@ async def both(backend: Backend, pair: Devices) -> AsyncIterator[tuple[Partition
 def test_what_is_copied_to_another_device_and_back_arrives(
     backend: Backend, pair: Devices, size: int
 ) -> None:
-    """Whatever its size, an array goes to the other device and comes back by either's partition."""
+    """An array of any size returns from the other device, copied by either partition."""
     array = RNG.integers(0, 256, size, np.uint8)
 
     async def main() -> None:
@@ -81,7 +81,7 @@ def test_what_is_copied_to_another_device_and_back_arrives(
 def test_a_copy_waits_for_the_writer_on_the_other_device(
     backend: Backend, pair: Devices, value: np.ndarray
 ) -> None:
-    """It takes what was written before it was submitted, however late, and not what comes later."""
+    """A copy sees all earlier writes and no later ones."""
 
     async def main() -> None:
         async with both(backend, pair) as (p, q):
@@ -100,7 +100,7 @@ def test_a_copy_waits_for_the_writer_on_the_other_device(
 
 
 def test_the_other_device_waits_for_a_copy(backend: Backend, pair: Devices) -> None:
-    """Work that uses the buffer on its own device comes after what was copied into it."""
+    """Work on the buffer's own device runs after the copy into it."""
 
     async def main() -> None:
         async with both(backend, pair) as (p, q):
@@ -119,7 +119,7 @@ def test_the_other_device_waits_for_a_copy(backend: Backend, pair: Devices) -> N
 
 
 def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: Devices) -> None:
-    """Several executors of two devices upload, copy across and download at the same time."""
+    """Executors of both devices upload, copy across and download concurrently."""
 
     async def there_and_back(pool: Pool, number: int) -> None:
         array = ONES + number
@@ -141,7 +141,7 @@ def test_devices_copy_in_both_directions_at_once(backend: Backend, pair: Devices
 
 
 def test_neither_of_this_device_is_refused(backend: Backend, pair: Devices) -> None:
-    """A partition copies nothing for two buffers elsewhere, and nothing of another shape."""
+    """A copy needs a buffer of the partition's device, and equal shapes."""
 
     async def main() -> None:
         async with both(backend, pair) as (p, q):
@@ -158,7 +158,7 @@ def test_neither_of_this_device_is_refused(backend: Backend, pair: Devices) -> N
 
 
 def test_a_buffer_of_the_other_device_is_not_launched_on(backend: Backend, pair: Devices) -> None:
-    """Although this device was the last to write it, and no other stream uses it."""
+    """A launch refuses it, even if this device wrote it last."""
 
     async def main() -> None:
         config = LaunchConfig(grid=1, block=8)

@@ -26,7 +26,7 @@ from helpers.waiting import until
 
 @pytest.mark.fault("D8")
 def test_a_pool_can_be_made_anywhere_and_opened_often(backend: Backend) -> None:
-    """Making a pool touches no loop; opening it twice, or at once from two tasks, opens it once."""
+    """The constructor needs no loop; opening twice, or from two tasks, opens once."""
     pool = backend.pool()
     assert pool.state is PoolState.NEW
     assert "not open" in repr(pool)
@@ -62,7 +62,7 @@ def test_a_pool_never_opened_can_be_closed(backend: Backend) -> None:
 
 @pytest.mark.fault("E1")
 def test_closing_fails_requests_and_lets_leases_finish(backend: Backend) -> None:
-    """Aclose refuses queued requests, and waits for leases within its grace."""
+    """`aclose` refuses queued requests and waits for leases within its grace."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -95,7 +95,7 @@ def test_closing_fails_requests_and_lets_leases_finish(backend: Backend) -> None
 
 
 def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Backend) -> None:
-    """An executor with work that does not end is left as it is, and aclose says which."""
+    """An executor whose work does not end is left as it is, and `aclose` reports it."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -113,7 +113,7 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Bac
         _clean_up(pool)
 
     def _clean_up(pool: Pool) -> None:
-        """What an abandoned pool leaves to the end of the process, this test ends itself."""
+        """End what an abandoned pool leaves until the end of the process."""
         manager = pool._manager
         backend.leftover = manager.device_pools
 
@@ -124,7 +124,7 @@ def test_what_still_works_after_the_grace_is_abandoned_and_reported(backend: Bac
 
 
 def test_a_cancelled_block_still_closes_the_pool(backend: Backend) -> None:
-    """Leaving `async with pool` by a cancellation closes it all the same."""
+    """`async with pool` closes the pool when it is cancelled."""
 
     async def main() -> None:
         pool = backend.pool()
@@ -137,7 +137,7 @@ def test_a_cancelled_block_still_closes_the_pool(backend: Backend) -> None:
 
 
 def test_a_cancelled_opening_closes_the_pool(backend: Backend) -> None:
-    """A cancellation on the way into `async with pool` leaves the devices to others."""
+    """A cancelled entry into `async with pool` leaves its devices free."""
     driver = backend.driver()
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_a_cancelled_opening_closes_the_pool(backend: Backend) -> None:
 
 @pytest.mark.fault("A11")
 def test_a_forgotten_partition_warns_and_comes_back(backend: Backend) -> None:
-    """A granted partition that is dropped warns, and its SMs are granted to others."""
+    """A collected partition warns, and its SMs are granted again."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -172,7 +172,7 @@ def test_a_forgotten_partition_warns_and_comes_back(backend: Backend) -> None:
 def test_what_is_forgotten_comes_back_where_warnings_are_errors(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten lease or buffer is given back whatever becomes of its warning."""
+    """A collected lease or buffer is released even if its warning is an error."""
     refused: list[BaseException | None] = []
     monkeypatch.setattr("sys.unraisablehook", lambda found: refused.append(found.exc_value))
 
@@ -193,7 +193,7 @@ def test_what_is_forgotten_comes_back_where_warnings_are_errors(
 
 
 def test_a_forgotten_pool_warns(backend: Backend) -> None:
-    """A pool that is dropped open warns, and a thread closes it."""
+    """A collected open pool warns, and a thread closes it."""
     driver = backend.driver()
 
     async def main() -> None:
@@ -209,7 +209,7 @@ def test_a_forgotten_pool_warns(backend: Backend) -> None:
 
 
 def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:
-    """Device, context, stream, event and launch do their work without a pool, on any thread."""
+    """Device, Context, Stream, Event and `launch` work without a pool, on any thread."""
 
     def use() -> None:
         device = Device(0, driver=backend.driver())
@@ -249,7 +249,7 @@ def test_objects_below_the_pool_work_by_themselves(backend: Backend) -> None:
 
 @pytest.mark.fault("C18")
 def test_children_end_with_their_context(backend: Backend) -> None:
-    """What is left of a context's streams and events when it closes is ended with it, and dead."""
+    """Closing a context closes its streams and events."""
     device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
     context = device.create_context(ContextOptions(resources=groups))
@@ -265,7 +265,7 @@ def test_children_end_with_their_context(backend: Backend) -> None:
 
 
 def test_nothing_is_launched_on_a_dead_stream(backend: Backend) -> None:
-    """`launch` refuses a closed stream, one whose context is gone, and any other object."""
+    """`launch` refuses a closed stream, one of a closed context, and any other object."""
     device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=8))
     context = device.create_context(ContextOptions(resources=groups))
@@ -284,7 +284,7 @@ def test_nothing_is_launched_on_a_dead_stream(backend: Backend) -> None:
 
 @pytest.mark.fault("C18")
 def test_a_device_ends_its_green_contexts_before_its_primary(backend: Backend) -> None:
-    """What is left open when it closes is ended in order; nothing while one is current."""
+    """`close` ends open objects in order, and none while one is current."""
     device = Device(0, driver=backend.driver())
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8)))
     contexts = [device.create_context(ContextOptions(resources=[group])) for group in groups]
@@ -303,7 +303,7 @@ def test_a_device_ends_its_green_contexts_before_its_primary(backend: Backend) -
 
 
 def test_a_device_closes_while_others_have_its_primary_current(backend: Backend) -> None:
-    """Other code that holds the primary context current, as torch does, keeps it."""
+    """Other code that holds the primary current, such as torch, keeps it."""
     driver = backend.driver()
     device = Device(0, driver=driver)
     theirs = driver.retain_primary(0)
@@ -316,7 +316,7 @@ def test_a_device_closes_while_others_have_its_primary_current(backend: Backend)
 
 
 def test_a_forgotten_stream_warns(backend: Backend) -> None:
-    """A stream that was not closed warns, and ends with its context."""
+    """A collected open stream warns, and ends with its context."""
     device = Device(0, driver=backend.driver())
     stream = device.create_stream()
     with pytest.warns(ResourceWarning, match="never closed"):
@@ -326,7 +326,7 @@ def test_a_forgotten_stream_warns(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_a_kernel_runs_on_its_partitions_sms_only(backend: Backend) -> None:
-    """pool.verify() sees every partition on as many SMs as it has, and none on another's."""
+    """`pool.verify()` sees each partition on its own SMs and on no others."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -340,7 +340,7 @@ def test_a_kernel_runs_on_its_partitions_sms_only(backend: Backend) -> None:
 
 
 def test_device_that_is_not_there_is_reported(backend: Backend) -> None:
-    """An ordinal beyond the last device raises, and says how many there are."""
+    """An ordinal beyond the last device raises with the number of devices."""
     with pytest.raises(greensched.InvalidRequest, match="device 99 does not exist"):
         Device(99, driver=backend.driver())
 

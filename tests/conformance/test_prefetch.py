@@ -1,4 +1,4 @@
-"""Feeding a partition: arrays come one after another, copied beside the work on the one before."""
+"""Feeding a partition: the next array is copied while work on the current one runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batches(number: int = BATCHES, size: int = SIZE) -> Iterator[np.ndarray]:
 @pytest.mark.runs_device_code
 @pytest.mark.parametrize("way", ["awaited", "left", "bound"])
 def test_every_batch_is_worked_on_once(backend: Backend, way: str) -> None:
-    """The sum over all batches is right, whether the launches are awaited, left, or bound."""
+    """The sum over all batches is right for awaited, unawaited and bound launches."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(16) as p:
@@ -60,7 +60,7 @@ def test_every_batch_is_worked_on_once(backend: Backend, way: str) -> None:
 
 
 def test_arrays_arrive_in_order_whatever_they_are(backend: Backend) -> None:
-    """Any layout, dtype and size, none and empty ones among them, whole when it is given."""
+    """Arrays of any layout, dtype and size, empty ones included, arrive whole and in order."""
     given = [
         np.arange(10.0),
         np.ones((3, 4), np.int8)[:, ::2],
@@ -82,7 +82,7 @@ def test_arrays_arrive_in_order_whatever_they_are(backend: Backend) -> None:
 
 
 def test_no_more_than_three_buffers_exist(backend: Backend) -> None:
-    """While the work on the first is not done, the fourth array is not even asked for."""
+    """While work on the first array runs, the fourth is not requested."""
     asked: list[int] = []
 
     def arrays() -> Iterator[np.ndarray]:
@@ -116,7 +116,7 @@ def test_no_more_than_three_buffers_exist(backend: Backend) -> None:
 
 @pytest.mark.parametrize("end", ["break", "raise", "cancel"])
 def test_a_feed_given_up_leaves_nothing(backend: Backend, end: str) -> None:
-    """Its buffers are closed without a warning, and their memory comes back."""
+    """Its buffers are closed without a warning, and their memory is free."""
 
     async def feed(p: Any) -> None:
         async for x in p.prefetch(batches()):
@@ -146,7 +146,7 @@ def test_a_feed_given_up_leaves_nothing(backend: Backend, end: str) -> None:
 
 
 def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
-    """SMs come back behind the copy that is under way beside the launches, and not before."""
+    """The SMs are free after the copy that runs beside the launches."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -177,7 +177,7 @@ def test_a_lease_drains_until_its_copies_are_done(backend: Backend) -> None:
 
 
 def test_what_goes_wrong_with_a_feed_is_told_where_it_is_iterated(backend: Backend) -> None:
-    """What is no array, no room, or an iterator's own failure; the partition goes on."""
+    """Bad arrays, lack of memory and the iterator's own errors are raised by the `async for`."""
 
     def broken() -> Iterator[np.ndarray]:
         yield np.ones(3)

@@ -1,4 +1,4 @@
-"""Classes with sizes: their executors are few, and state is made for all before traffic."""
+"""Classes with sizes: their executors are few, and their state is made before traffic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = [DECODE, PREFILL, ServiceClass("any")]
 
 
 class Made:
-    """Stands for captured graphs: notes the SMs they were made for, and is closed with them."""
+    """Stands for captured graphs: records its SMs, and is closed with them."""
 
     def __init__(self) -> None:
         self.sms: list[int] = []
@@ -31,7 +31,7 @@ class Made:
 
 
 def test_state_is_made_for_every_executor_of_a_class(backend: Backend) -> None:
-    """With progress, once; and the leases of the class make none afterwards."""
+    """It is made once, with progress, and leases of the class make none later."""
     make, told = Made(), list[tuple[int, int]]()
 
     async def main() -> None:
@@ -64,7 +64,7 @@ def test_state_is_made_for_every_executor_of_a_class(backend: Backend) -> None:
 
 
 def test_the_same_size_has_the_same_sms_beside_other_leases(backend: Backend) -> None:
-    """Leases of others come and go; a size of the class is met on one stream."""
+    """A size of the class always has the same stream, whatever others lease."""
 
     async def main() -> None:
         async with backend.pool("h20", services=CLASSES) as pool:
@@ -87,7 +87,7 @@ def test_the_same_size_has_the_same_sms_beside_other_leases(backend: Backend) ->
 
 
 def test_a_closed_pool_has_no_executors(backend: Backend) -> None:
-    """Neither are they listed, nor is anything made with them."""
+    """`executors` is empty, and `prepare_local` is refused."""
 
     async def main() -> None:
         async with backend.pool(services=CLASSES) as pool:
@@ -101,7 +101,7 @@ def test_a_closed_pool_has_no_executors(backend: Backend) -> None:
 
 
 def test_preparing_says_what_keeps_it_from_going_on(backend: Backend) -> None:
-    """SMs that are leased, a class without sizes, no function, and what the function raises."""
+    """Leased SMs, a class without sizes, a wrong function, and the function's own errors."""
 
     def fail() -> None:
         raise ValueError("no graph")
@@ -128,7 +128,7 @@ def test_preparing_says_what_keeps_it_from_going_on(backend: Backend) -> None:
 
 
 def test_other_classes_have_other_executors_at_once(backend: Backend) -> None:
-    """After `reconfigure` those of the new sizes are made where they are missing."""
+    """`reconfigure` makes the missing executors of the new sizes."""
 
     async def main() -> None:
         async with backend.pool("h20", services=CLASSES) as pool:

@@ -1,4 +1,4 @@
-"""Pools that are prepared: whatever is leased first launches, binds and copies at once."""
+"""Prepared pools: any first lease launches, binds and copies at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = np.ones(3_000_000, np.float32)
 
 
 def test_every_executor_binds_and_launches_at_once(backend: Backend) -> None:
-    """On unused executors, prebuilt and made later, with any geometry, by no thread."""
+    """Unused executors, prebuilt or new, launch any geometry without a thread."""
 
     async def main() -> None:
         async with backend.pool("h200", prepare=[fill, fill, saxpy]) as pool:
@@ -44,7 +44,7 @@ def test_every_executor_binds_and_launches_at_once(backend: Backend) -> None:
 
 
 def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None:
-    """Without `prepare` a first use goes through a thread, and later ones do not."""
+    """Without `prepare` the first use goes through a thread, and later ones do not."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -63,7 +63,7 @@ def test_a_kernel_used_once_takes_any_geometry_at_once(backend: Backend) -> None
 
 
 def test_a_geometry_beyond_the_device_is_refused_when_prepared(backend: Backend) -> None:
-    """What can be seen to be too much raises, prepared or not, and nothing is submitted."""
+    """It raises, prepared or not, and nothing is submitted."""
 
     async def main() -> None:
         async with backend.pool(prepare=[fill]) as pool, pool.partition(8) as p:
@@ -77,7 +77,7 @@ def test_a_geometry_beyond_the_device_is_refused_when_prepared(backend: Backend)
 
 
 def test_reserved_memory_is_there(backend: Backend) -> None:
-    """Within `reserve_bytes` no buffer makes the pool grow; beyond the device it cannot open."""
+    """Within `reserve_bytes` no buffer makes the pool grow; too much fails the opening."""
 
     async def main() -> None:
         async with backend.pool(reserve_bytes=64 << 20) as pool, pool.partition(8) as p:
@@ -110,7 +110,7 @@ def test_reserved_memory_is_there(backend: Backend) -> None:
     ],
 )
 def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
-    """Where the pool is made, with what to give instead."""
+    """The constructor refuses it, and the error says what to pass."""
     with pytest.raises(InvalidRequest, match=r"such as|at least 0"):
         Pool(**options)
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_prepared_is_refused(options: dict[str, Any]) -> None:
 def test_local_memory_is_as_large_as_kernels_need(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, needed: int
 ) -> None:
-    """Threads have what the neediest prepared kernel takes, before any launch, and never less."""
+    """Before any launch, threads have the local memory of the neediest prepared kernel."""
     driver = backend.driver()
     limits = driver.kernel_limits
 
@@ -145,7 +145,7 @@ def test_local_memory_is_as_large_as_kernels_need(
 
 
 def test_a_kernel_that_cannot_be_loaded_keeps_the_pool_closed(backend: Backend) -> None:
-    """Opening fails with what is wrong with the kernel, and leaves nothing."""
+    """Opening fails with the kernel's error and leaves nothing behind."""
 
     async def main() -> None:
         broken = Program('extern "C" __global__ void f(float *x) { oops; }').kernel("f")

@@ -1,4 +1,4 @@
-"""How far a copy is, told on the loop's thread; and what a cancellation leaves of one."""
+"""The progress of copies, reported on the loop's thread, and what a cancellation leaves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def close(result: object) -> None:
 def test_progress_is_told_on_the_loops_thread(
     backend: Backend, copy: Copy, array: np.ndarray
 ) -> None:
-    """Never backwards, of one whole, and all of it before the job gives its value."""
+    """Progress never decreases, has one total, and is complete before the job's result."""
 
     async def main() -> None:
         told: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ def test_progress_comes_while_the_copy_runs(backend: Backend, copy: Copy) -> Non
 def test_a_long_copy_on_the_device_is_told_of_in_parts(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy inside a device with a progress callback goes in parts, and arrives whole."""
+    """A copy within a device with a progress callback runs in parts and arrives whole."""
 
     async def main() -> None:
         told: list[int] = []
@@ -115,7 +115,7 @@ def test_a_long_copy_on_the_device_is_told_of_in_parts(
 def test_what_progress_raises_fails_the_job(
     backend: Backend, copy: Copy, array: np.ndarray
 ) -> None:
-    """That job fails with it, nothing is lost, and the partition goes on."""
+    """The job fails with the callback's error, and the partition goes on."""
 
     async def main() -> None:
         def stop(done: int, total: int) -> None:
@@ -142,7 +142,7 @@ def test_what_progress_raises_fails_the_job(
 
 
 def test_a_stopped_download_leaves_the_rest_of_its_array_alone(backend: Backend) -> None:
-    """Nothing is written behind the place where it was stopped, then or later."""
+    """Nothing is written after the place where it stopped."""
 
     async def main() -> None:
         out = np.full(20 * CHUNK // 4, -1, np.float32)
@@ -167,7 +167,7 @@ def test_a_stopped_download_leaves_the_rest_of_its_array_alone(backend: Backend)
 
 
 def test_what_is_no_callback_is_refused(backend: Backend) -> None:
-    """`progress` must be callable, and no coroutine function: it would not be awaited."""
+    """`progress` must be callable and not a coroutine function."""
 
     async def later(done: int, total: int) -> None: ...
 
@@ -182,7 +182,7 @@ def test_what_is_no_callback_is_refused(backend: Backend) -> None:
 
 
 def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
-    """The array is in use until the job is done, which can be awaited again."""
+    """The array stays in use until the job is done, which can be awaited again."""
 
     async def main() -> None:
         out = np.full_like(LARGE, -1)
@@ -205,7 +205,7 @@ def test_a_cancelled_await_leaves_the_copy_going(backend: Backend) -> None:
 def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
     backend: Backend,
 ) -> None:
-    """A cancelled await returns at once; once the job is done, nothing touches the array."""
+    """The cancelled await returns at once; after the job nothing touches the array."""
 
     async def main() -> None:
         source, jobs = LARGE.copy(), []
@@ -230,7 +230,7 @@ def test_a_block_left_by_a_cancellation_keeps_the_array_until_the_job_is_done(
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_a_progress_callback_may_ask_for_the_result(backend: Backend, copy: Copy) -> None:
-    """The last progress callback finds the job done, with its result."""
+    """At the last progress callback the job is done, with its result."""
 
     async def main() -> None:
         results: list[object] = []

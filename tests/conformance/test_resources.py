@@ -1,4 +1,4 @@
-"""SMs and work queues of a device, a context and a stream: asking, cutting, using them."""
+"""SMs and work queues of a device, a context and a stream: querying, splitting, using them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def device(backend: Backend) -> Iterator[Device]:
 
 
 def cut(device: Device, *counts: int) -> list[greensched.SMResource]:
-    """Groups of so many SMs, of one split, on any driver."""
+    """Return groups of so many SMs of one split, on any driver."""
     return device.resources.sm.split(SMResourceOptions(count=counts))[0]
 
 
 def step(device: Device) -> int:
-    """SMs that every driver cuts a group of."""
+    """Return a number of SMs in which every driver splits."""
     sm = device.resources.sm
     return max(sm.min_partition_size, sm.coscheduled_alignment, 2)
 
@@ -48,7 +48,7 @@ def step(device: Device) -> int:
 
 
 def test_a_device_says_its_sms(device: Device) -> None:
-    """Every SM, the least group, the alignment, the flags and a handle, on every driver."""
+    """A device reports its SMs, minimum, alignment, flags and handle on every driver."""
     sm = device.resources.sm
     assert sm.sm_count == device.sm_count > 0
     assert 0 < sm.min_partition_size <= sm.sm_count
@@ -63,14 +63,14 @@ def test_a_device_says_its_sms(device: Device) -> None:
 
 
 def test_resources_cannot_be_constructed() -> None:
-    """Resources come from a device, a context, a stream or a split: by hand there are none."""
+    """Resources come from a device, context, stream or split; the constructor is refused."""
     for kind in (greensched.DeviceResources, greensched.SMResource, greensched.WorkqueueResource):
         with pytest.raises(TypeError, match="driver"):
             kind()  # type: ignore[call-arg]
 
 
 def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None:
-    """From 13.1 on there is a configuration, a new copy each time; before, NotSupported."""
+    """From 13.1 on each query returns a new configuration; before, NotSupported."""
     if not device.driver.supports(Feature.WORKQUEUES):
         with pytest.raises(NotSupported, match=r"needs .*CUDA 13\.1; this is"):
             _ = device.resources.workqueue
@@ -106,13 +106,13 @@ def test_a_device_says_its_work_queues_where_it_has_them(device: Device) -> None
     ],
 )
 def test_what_is_no_configuration_is_refused(options: dict[str, Any]) -> None:
-    """An unknown scope or a limit that no driver holds is a ValueError where options are made."""
+    """The options refuse an unknown scope or a limit that no driver accepts."""
     with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: give "):
         WorkqueueResourceOptions(**options)
 
 
 def test_a_configuration_takes_options(device: Device) -> None:
-    """Anything but WorkqueueResourceOptions is refused, and changes nothing."""
+    """Anything but WorkqueueResourceOptions is refused and changes nothing."""
     needs(device.driver, Feature.WORKQUEUES)
     queue = device.resources.workqueue
     before = repr(queue)
@@ -147,20 +147,20 @@ def test_a_configuration_takes_options(device: Device) -> None:
 def test_a_split_that_says_nothing_clear_is_refused(
     device: Device, options: dict[str, Any], message: str, dry_run: bool
 ) -> None:
-    """Sequences that do not fit count, and counts that are none, are a ValueError of ours."""
+    """Sequences that do not fit the count, and invalid counts, are a ValueError."""
     with pytest.raises(ValueError, match=message) as refused:
         device.resources.sm.split(SMResourceOptions(**options), dry_run=dry_run)
     assert isinstance(refused.value, InvalidRequest)
 
 
 def test_a_split_takes_options(device: Device) -> None:
-    """Anything but SMResourceOptions is refused, and what is meant is said."""
+    """Anything but SMResourceOptions is refused, and the error names it."""
     with pytest.raises(InvalidRequest, match=r"SMResourceOptions\(count="):
         device.resources.sm.split(16)  # type: ignore[arg-type]
 
 
 def test_count_decides_how_many_groups_there_are(device: Device) -> None:
-    """A single value is one group, a sequence one for each; the rest of the SMs is left over."""
+    """A number is one group, a sequence one each; the other SMs are the remainder."""
     sm, least = device.resources.sm, step(device)
     (one,), rest = sm.split(SMResourceOptions(count=least))
     assert rest is not None
@@ -172,7 +172,7 @@ def test_count_decides_how_many_groups_there_are(device: Device) -> None:
 
 
 def test_none_finds_the_largest_group(device: Device) -> None:
-    """Without a count there is one group, and no larger one could have been cut."""
+    """Without a count there is one group, the largest possible."""
     sm = device.resources.sm
     (largest,), rest = sm.split(SMResourceOptions())
     left = rest.sm_count if rest is not None else 0
@@ -186,7 +186,7 @@ def test_none_finds_the_largest_group(device: Device) -> None:
 
 
 def test_a_dry_run_answers_as_the_real_split(device: Device) -> None:
-    """Sizes, alignment, flags, remainder and refusals are the same, on every driver."""
+    """Sizes, alignment, flags, remainder and refusals are those of the split."""
     sm, least = device.resources.sm, step(device)
     asked = [
         SMResourceOptions(),
@@ -218,7 +218,7 @@ def test_a_dry_run_answers_as_the_real_split(device: Device) -> None:
 
 
 def test_nothing_is_made_of_a_dry_run(device: Device) -> None:
-    """Its outputs say their sizes; a context of them, or a split of them, is refused."""
+    """Its outputs have sizes, but no context or split can be made of them."""
     (group,), rest = device.resources.sm.split(SMResourceOptions(count=step(device)), dry_run=True)
     assert "dry run" in repr(group)
     for output in (group, rest):
@@ -231,7 +231,7 @@ def test_nothing_is_made_of_a_dry_run(device: Device) -> None:
 
 @pytest.mark.fault("B4")
 def test_a_refused_split_says_why_and_what_is_nearest(device: Device) -> None:
-    """The error has what was asked, what there was, why not, and sizes that can be cut."""
+    """The error has the request, the SMs, the reason, and sizes that are possible."""
     sm, least = device.resources.sm, step(device)
     for counts in ((sm.sm_count + 2,), (least + 1,), (least,) * 1000):
         with pytest.raises(InvalidSplit, match="cannot be cut into groups of") as refused:
@@ -245,7 +245,7 @@ def test_a_refused_split_says_why_and_what_is_nearest(device: Device) -> None:
 
 
 def test_the_output_of_a_split_is_not_split_again(device: Device) -> None:
-    """It is refused in words that say how; the SMs of a context over it can be split."""
+    """It is refused, and the error says how; a context's SMs over it can be split."""
     least = step(device)
     (group,), rest = device.resources.sm.split(SMResourceOptions(count=2 * least))
     for output in (group, rest):
@@ -281,7 +281,7 @@ def test_a_context_needs_resources(device: Device) -> None:
 
 
 def test_contexts_and_streams_say_what_they_were_given(device: Device) -> None:
-    """Each has the SMs of its groups, and their streams the same; the primary has all."""
+    """A context and its streams report the SMs of its groups; the primary all SMs."""
     least = step(device)
     groups = cut(device, least, least, least)
     one = device.create_context(ContextOptions(resources=groups[:1]))
@@ -313,7 +313,7 @@ def test_contexts_and_streams_say_what_they_were_given(device: Device) -> None:
 
 
 def test_a_context_has_the_work_queues_it_was_given(device: Device) -> None:
-    """SMs and a configuration go together, or the configuration alone over every SM."""
+    """SMs with a configuration, or the configuration alone over every SM."""
     needs(device.driver, Feature.WORKQUEUES)
     queue, second = device.resources.workqueue, device.resources.workqueue
     queue.configure(
@@ -337,7 +337,7 @@ def test_a_context_has_the_work_queues_it_was_given(device: Device) -> None:
 
 
 def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
-    """A blocking one is a ValueError; a primary's streams are Device.create_stream's."""
+    """A blocking one is a ValueError; use Device.create_stream for the primary's."""
     context = device.create_context(ContextOptions(resources=cut(device, step(device))))
     with pytest.raises(ValueError, match="always non-blocking"):
         context.create_stream(nonblocking=False)
@@ -354,7 +354,7 @@ def test_streams_of_a_green_context_are_non_blocking(device: Device) -> None:
 
 
 def test_unsplit_sms_are_combined_with_nothing(device: Device) -> None:
-    """The whole device beside a group of it is refused, and the reason is said."""
+    """The whole device beside one of its groups is refused with the reason."""
     with pytest.raises(greensched.InvalidCombination, match="unsplit"):
         device.create_context(
             ContextOptions(resources=[*cut(device, step(device)), device.resources.sm])

@@ -1,4 +1,4 @@
-"""Service classes through the pool: reserves, bounds, deadlines, and changes of classes."""
+"""Service classes of a pool: reserves, limits, deadlines, and changes of classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def hold(pool: Pool, sms: object, release: anyio.Event, **options: object)
 
 
 def test_a_reserve_is_free_for_its_owner(backend: Backend) -> None:
-    """However many others wait, a request of a class gets its reserve at once."""
+    """However many others wait, a class gets its reserve at once."""
     services = [ServiceClass("decode", reserve=16), ServiceClass("batch")]
 
     async def main() -> None:
@@ -42,7 +42,7 @@ def test_a_reserve_is_free_for_its_owner(backend: Backend) -> None:
 
 @pytest.mark.parametrize(("reserve", "sms"), [(16, 8), (32, 16), (32, 8), (64, 32), (64, 16)])
 def test_a_reserve_has_prebuilt_executors(backend: Backend, reserve: int, sms: int) -> None:
-    """A class has all of it in leases of one size at once, and no executor is made meanwhile."""
+    """A class can lease its whole reserve in one size at once, without new executors."""
     services = [ServiceClass("decode", reserve=reserve), ServiceClass("batch")]
 
     async def main() -> None:
@@ -56,7 +56,7 @@ def test_a_reserve_has_prebuilt_executors(backend: Backend, reserve: int, sms: i
 
 
 def test_each_class_has_its_own_bound(backend: Backend) -> None:
-    """At its class's bound a request is refused, with a hint; others of the pool may queue."""
+    """At its class's limit a request is refused with a hint, while others may queue."""
     services = [ServiceClass("a", max_waiting=1), ServiceClass("b")]
 
     async def main() -> None:
@@ -82,7 +82,7 @@ async def refused_full(pool: Pool) -> None:
 
 
 def test_what_cannot_be_in_time_is_refused_at_once(backend: Backend) -> None:
-    """A known duration beyond the deadline, or the latency of the class, raises the prediction."""
+    """A known duration beyond the deadline or latency raises with the prediction."""
     services = [
         ServiceClass("decode", latency=0.010),
         ServiceClass("batch", latency=0.010, on_late="best_effort"),
@@ -107,7 +107,7 @@ def test_what_cannot_be_in_time_is_refused_at_once(backend: Backend) -> None:
 
 
 def test_a_request_that_needs_less_now_is_granted_it(backend: Backend) -> None:
-    """Under "sized", a request that goes first may leave others so little that it is free."""
+    """Under "sized", a request that goes first may shrink another's size to what is free."""
     services = [
         ServiceClass("first", priority=2),
         ServiceClass("decode", priority=1, latency=1.0),
@@ -136,7 +136,7 @@ def test_a_request_that_needs_less_now_is_granted_it(backend: Backend) -> None:
 
 @pytest.mark.fault("B11")
 def test_classes_change_while_it_runs(backend: Backend) -> None:
-    """Queued requests and leases go on, new requests go by the new classes."""
+    """Queued requests and leases go on, and new requests use the new classes."""
 
     async def main() -> None:
         async with backend.pool(services=[ServiceClass("a")]) as pool:
@@ -164,7 +164,7 @@ def test_classes_change_while_it_runs(backend: Backend) -> None:
 
 
 def test_a_request_for_reserved_sms_fails(backend: Backend) -> None:
-    """New reserves that leave less than a request needs end its waiting, by a typed error."""
+    """New reserves that leave too little end a request's wait with a typed error."""
 
     async def refused(pool: Pool) -> None:
         with pytest.raises(greensched.TooManySMs):
@@ -183,7 +183,7 @@ def test_a_request_for_reserved_sms_fails(backend: Backend) -> None:
 
 
 def test_reserves_that_do_not_fit_are_refused_at_opening(backend: Backend) -> None:
-    """A pool whose reserves exceed its devices opens nothing, and raises."""
+    """A pool whose reserves exceed its devices raises and opens nothing."""
 
     async def main() -> None:
         pool = backend.pool(services=[ServiceClass("decode", reserve=10**6)])
@@ -200,7 +200,7 @@ def test_reserves_that_do_not_fit_are_refused_at_opening(backend: Backend) -> No
     ids=repr,
 )
 def test_what_is_no_cost_and_no_buffer_is_refused(backend: Backend, options: dict) -> None:
-    """A duration is seconds above 0 or a curve, and `near` a buffer; nothing is queued."""
+    """A duration must be seconds above 0 or a curve, and `near` a buffer."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -212,7 +212,7 @@ def test_what_is_no_cost_and_no_buffer_is_refused(backend: Backend, options: dic
 
 @pytest.mark.fault("F11")
 def test_what_a_class_allocates_is_bounded(backend: Backend) -> None:
-    """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers, and others, are free."""
+    """Beyond `memory_bytes` a job fails with OutOfMemory; closed buffers count no more."""
     services = [ServiceClass("a", memory_bytes=1 << 20), ServiceClass("b")]
 
     async def main() -> None:
@@ -235,7 +235,7 @@ def test_what_a_class_allocates_is_bounded(backend: Backend) -> None:
 
 
 def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None:
-    """On streams of their own, until one of them is late; then on SMs of their own."""
+    """They share all SMs until one is late, and then have SMs of their own."""
     services = [
         ServiceClass("quick", shared=True, latency=10.0),
         ServiceClass("bulk", shared=True),
@@ -276,7 +276,7 @@ def test_classes_that_allow_it_are_on_all_sms_together(backend: Backend) -> None
     ],
 )
 def test_what_is_no_latency_is_refused(backend: Backend, args: tuple, said: str) -> None:
-    """The message says what would be one."""
+    """The error says what a latency is."""
 
     async def main() -> None:
         async with backend.pool(services=[ServiceClass("quick", shared=True)]) as pool:

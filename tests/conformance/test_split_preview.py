@@ -1,4 +1,4 @@
-"""What a cut would give, said before it is made, is what it gives."""
+"""`plan` predicts exactly what a split grants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUESTS: list[tuple[Any, ...]] = [(1,), (16, 16, REST), (16, 16), ((8, 64), 8),
 def test_a_plan_is_what_is_granted(
     backend: Backend, sizes: tuple[Any, ...], granularity: Any
 ) -> None:
-    """On a free device a joint request gets just what the plan said, and the plan took nothing."""
+    """On a free device a joint request gets what the plan says, and the plan takes nothing."""
 
     async def main() -> None:
         async with backend.pool(granularity=granularity) as pool:
@@ -34,7 +34,7 @@ def test_a_plan_is_what_is_granted(
 
 
 def test_what_is_impossible_says_why(backend: Backend) -> None:
-    """Nothing is granted, the reason is a sentence, and what is nearest is possible."""
+    """Nothing is granted, the reason is a sentence, and the nearest sizes are possible."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -55,7 +55,7 @@ def test_what_is_impossible_says_why(backend: Backend) -> None:
 
 
 def test_a_plan_refuses_what_is_no_size(backend: Backend) -> None:
-    """Sizes are checked as those of a request are, and a pool that is not open has no plan."""
+    """Sizes are checked as in a request, and a pool that is not open has no plan."""
     pool = backend.pool()
     with pytest.raises(greensched.PoolClosed, match="not open"):
         pool.preview(16)

@@ -29,7 +29,7 @@ CONFIG = LaunchConfig(grid=16, block=32)
 
 @contextmanager
 def opened(backend: Backend, **options: object) -> Iterator[Pool]:
-    """A pool that is opened and closed without a loop, and leaves no thread behind."""
+    """Open and close a pool without a loop, and check that no thread is left."""
     before = set(threading.enumerate())
     pool = backend.pool(**options)  # type: ignore[arg-type]  # a pool's
     with pool.sync:
@@ -42,13 +42,13 @@ def opened(backend: Backend, **options: object) -> Iterator[Pool]:
 
 
 def in_threads(*functions: Callable[[], object]) -> list[object]:
-    """Calls functions at once, each on a thread of its own."""
+    """Call functions at once, each on a thread of its own."""
     with ThreadPoolExecutor(len(functions)) as threads:
         return [future.result(20) for future in [threads.submit(f) for f in functions]]
 
 
 def test_a_call_sees_the_context_variables_of_its_thread(backend: Backend) -> None:
-    """A `run` sees what the thread that calls it has set, not what the loop's thread has."""
+    """`run` sees the context variables of the calling thread."""
     request = ContextVar("request", default="none")
 
     def serve(name: str) -> str:
@@ -62,7 +62,7 @@ def test_a_call_sees_the_context_variables_of_its_thread(backend: Backend) -> No
 
 @pytest.mark.runs_device_code
 def test_a_program_without_a_loop(backend: Backend) -> None:
-    """What a partition does is waited for where it is called, and gives its value."""
+    """Each call of a partition waits and returns its value."""
     with opened(backend) as pool, pool.sync.partition(16) as p:
         assert p.sm_count == 16
         assert p.device_id == p.device.ordinal == 0
@@ -80,7 +80,7 @@ def test_a_program_without_a_loop(backend: Backend) -> None:
 
 
 def test_local_is_the_executors(backend: Backend) -> None:
-    """What is kept with an executor is the same to tasks and to threads."""
+    """An object kept with an executor is the same for tasks and for threads."""
     with opened(backend) as pool:
         with pool.sync.partition(ALL) as p:
             first = p.local(object)
@@ -96,7 +96,7 @@ def test_joint_leases(backend: Backend) -> None:
 
 
 def test_work_that_overlaps_is_a_coroutine(backend: Backend) -> None:
-    """`call` runs an async function on the pool's loop, in whose hands the lease is."""
+    """`call` runs an async function on the pool's loop, with the thread's lease."""
 
     async def pipeline(p: Partition, n: int) -> float:
         jobs = [p.run(float, i) for i in range(n)]
@@ -110,7 +110,7 @@ def test_work_that_overlaps_is_a_coroutine(backend: Backend) -> None:
 
 
 def test_errors_are_those_of_an_await(backend: Backend) -> None:
-    """What can never be, what cannot be now and what failed are raised where they are asked."""
+    """Impossible requests, WouldBlock and failed jobs raise in the calling thread."""
 
     def fail() -> None:
         raise LookupError("why")
@@ -146,7 +146,7 @@ def test_a_deadline_passes(backend: Backend) -> None:
 
 
 def test_a_thread_that_holds_what_it_waits_for(backend: Backend) -> None:
-    """One that asks for more than there is beside what it holds is refused; another one waits."""
+    """A thread whose own lease makes its request impossible is refused; another waits."""
     with opened(backend) as pool:
         asked = threading.Event()
 
@@ -165,7 +165,7 @@ def test_a_thread_that_holds_what_it_waits_for(backend: Backend) -> None:
 
 
 def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
-    """A thread's elastic lease gives SMs to one that waits, and has them again behind it."""
+    """A thread's elastic lease gives SMs to a waiting thread and gets them back later."""
     with opened(backend) as pool, pool.sync.partition((8, ALL), duration=10.0) as p:
         whole, may_end = p.sm_count, threading.Event()
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_gives_back_and_takes_up(backend: Backend) -> None:
 
 
 def test_arguments() -> None:
-    """What a thread's lease does takes the arguments that a task's lease takes for it."""
+    """A thread's lease takes the same arguments as a task's."""
     shared = {name for name in vars(SyncPartition).keys() & vars(Partition) if name[0] != "_"}
     assert "checkpoint" in shared
     for name in shared:
@@ -194,7 +194,7 @@ def test_arguments() -> None:
 
 
 def test_tasks_of_one_call(backend: Backend) -> None:
-    """Tasks that a call starts hold SMs each for itself, and wait for each other."""
+    """Tasks that a call starts hold SMs separately and wait for each other."""
 
     async def lease(pool: Pool) -> int:
         async with pool.partition(ALL) as p:
@@ -211,7 +211,7 @@ def test_tasks_of_one_call(backend: Backend) -> None:
 
 
 def test_before_and_after(backend: Backend) -> None:
-    """A pool that is not open is refused; opening and closing twice is nothing."""
+    """A pool that is not open is refused; opening and closing are idempotent."""
     pool = backend.pool()
     with pytest.raises(greensched.PoolClosed), pool.sync.partition(8):
         pass
@@ -230,7 +230,7 @@ def test_before_and_after(backend: Backend) -> None:
 
 
 def test_not_on_a_loops_thread(backend: Backend) -> None:
-    """Where a loop runs nothing may block: it is refused, and says what to do."""
+    """On a thread with a running loop it is refused, and the error says what to do."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -243,7 +243,7 @@ def test_not_on_a_loops_thread(backend: Backend) -> None:
 
 @pytest.mark.real_time(why="a thread the clock does not know waits for the loop")
 def test_beside_a_loop(backend: Backend) -> None:
-    """Threads may use a pool that a loop has opened; theirs comes and goes with their blocks."""
+    """Threads may use a pool that a loop has opened; their leases end with their blocks."""
     done = []
 
     async def main() -> None:
@@ -265,7 +265,7 @@ def test_beside_a_loop(backend: Backend) -> None:
 
 
 def test_many_threads(backend: Backend) -> None:
-    """Each gets its lease in its turn, and what it asked for; nothing is leased behind them."""
+    """Each thread gets its lease in turn, and nothing is leased afterwards."""
     with opened(backend) as pool:
 
         def work(number: int) -> Callable[[], int]:
@@ -285,7 +285,7 @@ def test_many_threads(backend: Backend) -> None:
 
 @pytest.mark.fault("D10")
 def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
-    """A thread interrupted while it waits for SMs has no place in the queue any more."""
+    """A thread that is interrupted while it waits for SMs leaves the queue."""
     with opened(backend) as pool, ThreadPoolExecutor(1) as thread:
         held, may_end = threading.Event(), threading.Event()
 
@@ -308,7 +308,7 @@ def test_an_interrupt_leaves_the_queue(backend: Backend) -> None:
 @pytest.mark.fault("D10")
 @pytest.mark.real_time(why="work that is held up waits for a thread the clock does not know")
 def test_an_interrupt_ends_the_lease(backend: Backend) -> None:
-    """A thread interrupted while it waits for work is free; the SMs come back with the work."""
+    """A thread that is interrupted while it waits for work continues; its SMs return later."""
     with opened(backend) as pool:
         gates: list[Gate] = []
 

@@ -1,4 +1,4 @@
-"""Transfers: every layout arrives, and buffers bring their own order across partitions."""
+"""Transfers: arrays of every layout arrive, and buffers order work across partitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RNG = np.random.default_rng(7)
 
 
 def layouts() -> dict[str, npt.NDArray[np.generic]]:
-    """Arrays of every kind of layout; the large ones take several chunks."""
+    """Return arrays of every kind of layout; the large ones take several chunks."""
     cube = RNG.random((20, 30, 40))
     large = RNG.random((BIG // 100, 100))
     return {
@@ -61,7 +61,7 @@ def _read_only(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 @pytest.mark.parametrize("layout", layouts())
 def test_every_layout_arrives(backend: Backend, layout: str) -> None:
-    """Whatever its order, strides and size, an array comes back from the device as it went."""
+    """An array of any order, strides and size returns unchanged from the device."""
     array = layouts()[layout]
 
     async def main() -> None:
@@ -85,7 +85,7 @@ def test_every_layout_arrives(backend: Backend, layout: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_a_matrix_is_filled(backend: Backend) -> None:
-    """A matrix, whose rows have two dimensions again, takes a download as any other array."""
+    """A download fills a matrix like any other array."""
 
     async def main() -> None:
         array = RNG.random((1, BIG))
@@ -117,7 +117,7 @@ def test_a_matrix_is_filled(backend: Backend) -> None:
     ],
 )
 def test_every_dtype_arrives(backend: Backend, dtype: npt.DTypeLike) -> None:
-    """Any dtype of plain bytes goes and comes, structured ones included."""
+    """Arrays of any dtype of plain bytes, structured ones included, return unchanged."""
     array = np.frombuffer(RNG.bytes(np.dtype(dtype).itemsize * 50), np.dtype(dtype))
 
     async def main() -> None:
@@ -131,7 +131,7 @@ def test_every_dtype_arrives(backend: Backend, dtype: npt.DTypeLike) -> None:
 
 
 def test_what_is_no_array_is_refused(backend: Backend) -> None:
-    """Objects, foreign byte order and bad shapes raise InvalidArray, and say why."""
+    """Objects, foreign byte order and bad shapes raise InvalidArray with the reason."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -149,7 +149,7 @@ def test_what_is_no_array_is_refused(backend: Backend) -> None:
 
 
 def test_where_a_download_cannot_go_is_refused(backend: Backend) -> None:
-    """`out` must be a writable array of the same shape and dtype; else nothing is submitted."""
+    """`out` must be a writable array of the same shape and dtype."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -167,7 +167,7 @@ def test_where_a_download_cannot_go_is_refused(backend: Backend) -> None:
 
 
 def test_closed_buffer_is_refused(backend: Backend) -> None:
-    """A buffer used after its close() or its pool's raises BufferClosed; closing is idempotent."""
+    """A closed buffer, or one of a closed pool, raises BufferClosed; `close` is idempotent."""
 
     async def main() -> None:
         async with backend.pool() as pool:
@@ -185,7 +185,7 @@ def test_closed_buffer_is_refused(backend: Backend) -> None:
 
 
 def test_copy_fills_an_existing_buffer(backend: Backend) -> None:
-    """A copy takes a buffer or an array of the same shape and dtype, and nothing else."""
+    """`copy` takes a buffer or an array of the same shape and dtype, and nothing else."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -203,7 +203,7 @@ def test_copy_fills_an_existing_buffer(backend: Backend) -> None:
 
 
 def test_small_upload_reads_its_array_at_once(backend: Backend) -> None:
-    """An array of a slot or less may change as soon as upload has returned."""
+    """An array of at most 64 KiB may change as soon as `upload` has returned."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -220,7 +220,7 @@ def test_small_upload_reads_its_array_at_once(backend: Backend) -> None:
 
 @pytest.mark.parametrize("size", [100, BIG])
 def test_another_partition_waits_for_the_writer(backend: Backend, size: int) -> None:
-    """A reader on another partition sees what was written before it was submitted, however late."""
+    """A reader on another partition sees everything that was submitted before it."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
@@ -236,7 +236,7 @@ def test_another_partition_waits_for_the_writer(backend: Backend, size: int) -> 
 
 
 def test_another_partition_waits_for_the_readers(backend: Backend) -> None:
-    """A writer on another partition does not overwrite what is still being read."""
+    """A writer on another partition waits for the readers."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as a, pool.partition(8) as b:
@@ -253,7 +253,7 @@ def test_another_partition_waits_for_the_readers(backend: Backend) -> None:
 
 
 def test_memory_is_given_back_behind_its_last_user(backend: Backend) -> None:
-    """A buffer closed while work uses it is freed when that work is done, and not before."""
+    """A buffer that is closed in use is freed when its work is done."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -275,7 +275,7 @@ def test_memory_is_given_back_behind_its_last_user(backend: Backend) -> None:
 
 @pytest.mark.fault("C5")
 def test_running_out_of_memory_fails_one_job(backend: Backend) -> None:
-    """OutOfMemory says what was asked, free and there in all; the pool stays usable."""
+    """OutOfMemory has the requested, free and total bytes; the pool stays usable."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -292,7 +292,7 @@ def test_running_out_of_memory_fails_one_job(backend: Backend) -> None:
 
 
 def test_forgotten_buffer_warns_and_is_given_back(backend: Backend) -> None:
-    """A buffer that was not closed warns with ResourceWarning, and its memory comes back."""
+    """A collected buffer that was not closed warns, and its memory is freed."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -305,7 +305,7 @@ def test_forgotten_buffer_warns_and_is_given_back(backend: Backend) -> None:
 
 
 def test_pinned_memory_is_shared_with_the_device(backend: Backend) -> None:
-    """empty_pinned gives zeroed host memory as a numpy array with a device address."""
+    """`empty_pinned` gives zeroed host memory as a numpy array with a device address."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -321,7 +321,7 @@ def test_pinned_memory_is_shared_with_the_device(backend: Backend) -> None:
 
 @pytest.mark.fault("F10")
 def test_pinned_memory_is_used_again_once_its_work_is_done(backend: Backend) -> None:
-    """A buffer closed at work is not reused before that is done; then it is reused, zeroed."""
+    """A buffer that is closed in use is reused after its work, and is zeroed."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -348,7 +348,7 @@ def test_pinned_memory_is_used_again_once_its_work_is_done(backend: Backend) -> 
 def test_pinned_memory_may_be_asked_for_by_many_at_once(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread at a time sorts out which pinned memory is free again."""
+    """One thread at a time looks for free pinned memory."""
     reap = PinnedAllocator._reap_locked
     unlocked = []
 
@@ -369,7 +369,7 @@ def test_pinned_memory_may_be_asked_for_by_many_at_once(
 
 
 def test_a_download_that_cannot_be_delivered_fails(backend: Backend) -> None:
-    """If the host cannot fill `out`, that job fails, unseen ones too, and nothing else is hurt."""
+    """If the host cannot fill `out`, that job fails and no other."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as other:
@@ -395,12 +395,12 @@ def test_a_download_that_cannot_be_delivered_fails(backend: Backend) -> None:
 def test_a_download_is_whole_for_every_thread(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that asks for a download while the loop's delivers it waits for all of it."""
+    """A thread that asks for a download during its delivery waits for all of it."""
     asked = threading.Event()
     found = []
 
     class Announcing:
-        """The lock, which tells when the second comes for it."""
+        """A lock that reports when a second thread comes for it."""
 
         def __init__(self) -> None:
             self._lock = threading.Lock()
@@ -439,7 +439,7 @@ def test_a_download_is_whole_for_every_thread(
 
 @pytest.mark.real_time(why="the loop spins until the device is done")
 def test_leaving_a_block_delivers_its_downloads(backend: Backend) -> None:
-    """After a block `out` is filled, also where the loop had no turn since the device was done."""
+    """After a block `out` is filled, even if the loop has not run since."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as other:
@@ -456,7 +456,7 @@ def test_leaving_a_block_delivers_its_downloads(backend: Backend) -> None:
 
 
 def test_a_library_is_told_of_the_writer(backend: Backend) -> None:
-    """The array interface names the writer's stream until it is done, and refuses too early."""
+    """The array interface names the writer's stream until it is done, and is refused before."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as p:
@@ -481,7 +481,7 @@ def test_a_library_is_told_of_the_writer(backend: Backend) -> None:
 
 
 def test_a_library_is_ordered_behind_every_writer(backend: Backend) -> None:
-    """Where a bound launch ended beside another writer, the stream that is named waits for both."""
+    """If a bound launch and another stream wrote, the named stream waits for both."""
 
     async def main() -> None:
         async with backend.pool() as pool, pool.partition(8) as q, pool.partition(8) as keeper:

@@ -1,4 +1,4 @@
-"""One pool over two devices, and a pool on each: where leases are, and what stays on one device."""
+"""One pool over two devices, and a pool on each: where leases are placed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def lease(stack: AsyncExitStack, p: Partition) -> int:
 
 
 def test_spread_takes_the_device_with_the_most_free(backend: Backend) -> None:
-    """Leases of one size alternate between two devices that are alike."""
+    """Leases of one size alternate between two equal devices."""
 
     async def main() -> None:
         async with backend.pair(placement="spread") as pool, AsyncExitStack() as stack:
@@ -39,7 +39,7 @@ def test_spread_takes_the_device_with_the_most_free(backend: Backend) -> None:
 
 
 def test_pack_fills_a_device_before_the_other(backend: Backend) -> None:
-    """Leases go to the fullest device where they fit; one that does not fit goes to the other."""
+    """Leases go to the fullest device where they fit, and otherwise to the other."""
 
     async def main() -> None:
         async with backend.pair("h20x2", placement="pack") as pool, AsyncExitStack() as stack:
@@ -52,7 +52,7 @@ def test_pack_fills_a_device_before_the_other(backend: Backend) -> None:
 
 
 def test_near_prefers_the_device_of_a_buffer(backend: Backend) -> None:
-    """It comes before the placement, and what does not fit there goes to the other device."""
+    """`near` precedes the placement; a request that does not fit there goes elsewhere."""
 
     async def main() -> None:
         async with backend.pair() as pool, AsyncExitStack() as stack:
@@ -68,7 +68,7 @@ def test_near_prefers_the_device_of_a_buffer(backend: Backend) -> None:
 
 
 def test_a_joint_grant_and_rest_are_of_one_device(backend: Backend) -> None:
-    """Parts are granted together on one device, and REST is what they leave of that one."""
+    """All parts are on one device, and REST is what they leave of it."""
 
     async def main() -> None:
         async with backend.pair(UNLIKE) as pool:
@@ -90,7 +90,7 @@ def test_a_joint_grant_and_rest_are_of_one_device(backend: Backend) -> None:
 
 
 def test_an_elastic_lease_stays_on_its_device(backend: Backend) -> None:
-    """It has the free SMs of one device, and a checkpoint gives it no SM of the other."""
+    """It has free SMs of one device only, also after a checkpoint."""
 
     async def main() -> None:
         async with backend.pair(UNLIKE) as pool, AsyncExitStack() as stack:
@@ -108,7 +108,7 @@ def test_an_elastic_lease_stays_on_its_device(backend: Backend) -> None:
 
 @pytest.mark.runs_device_code
 def test_both_devices_are_verified(backend: Backend) -> None:
-    """The proof covers each device; SM ids are a device's own, so those of both may be equal."""
+    """The proof covers each device; SM ids are per device and may be equal."""
 
     async def main() -> None:
         async with backend.pair(UNLIKE) as pool:
@@ -122,7 +122,7 @@ def test_both_devices_are_verified(backend: Backend) -> None:
 
 
 def test_a_device_at_work_delays_nothing_on_the_other(backend: Backend) -> None:
-    """While a stream of one device stands still, jobs and leases of the other one go on."""
+    """While one device is blocked, jobs and leases of the other go on."""
 
     async def main() -> None:
         async with backend.pair() as pool, pool.partition(ALL, device=0) as p:
@@ -141,7 +141,7 @@ def test_a_device_at_work_delays_nothing_on_the_other(backend: Backend) -> None:
 
 
 def test_each_device_may_have_a_pool_of_its_own(backend: Backend) -> None:
-    """Two pools of one process share nothing: buffers of one are refused by the other."""
+    """Two pools of one process share nothing, and refuse each other's buffers."""
 
     async def main() -> None:
         driver = backend.two_devices()
