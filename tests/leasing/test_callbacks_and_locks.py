@@ -1,4 +1,4 @@
-"""No code of the user's keeps a pool from answering: callbacks ask it from another thread."""
+"""No user code runs under a lock: during every callback another thread can use the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEVER = 20.0
 
 
 class PoolCaller:
-    """Call a pool from another thread, and record by name which callbacks got an answer."""
+    """Calls a pool from another thread, and records by name which callbacks got an answer."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -34,7 +34,7 @@ class PoolCaller:
         self._busy = threading.local()
 
     def ask(self, name: str) -> None:
-        """Have another thread ask for all that can be asked for, and wait for that."""
+        """Have another thread call every method that reads the pool, and wait for it."""
         pool = self.pool
         if pool is None or getattr(self._busy, "is_asking", False) or not pool.devices:
             return
@@ -80,7 +80,7 @@ def caller() -> Iterator[PoolCaller]:
 
 
 class Own:
-    """A policy and a duration curve that ask in each method."""
+    """A policy and a duration curve whose every method calls the pool."""
 
     def __init__(self, caller: PoolCaller) -> None:
         self.ask = caller.ask
@@ -110,7 +110,7 @@ class Own:
 
 
 class Value:
-    """Kept with an executor, and closed with it."""
+    """An object that is kept with an executor and closed with it."""
 
     def __init__(self, ask: Callable[[str], None]) -> None:
         ask("local")
@@ -121,7 +121,7 @@ class Value:
 
 
 def kernel(ask: Callable[[str], None]) -> greensched.Kernel:
-    """A kernel whose reference and cost ask."""
+    """A kernel whose reference and cost call the pool."""
     kernel = greensched.Program('extern "C" __global__ void asks() {}').kernel("asks")
 
     @kernel.reference
@@ -138,7 +138,7 @@ def kernel(ask: Callable[[str], None]) -> greensched.Kernel:
 
 @pytest.mark.fault("I9", "D12")
 def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(caller: PoolCaller) -> None:
-    """Policies, curves, records, handlers, jobs, values, kernels: the pool answers beside each."""
+    """The pool answers another thread during each kind of callback."""
     own, asks = Own(caller), kernel(caller.ask)
     driver = simulated.open("h20", faults=[simulated.Hang("spin", 3)])
 
@@ -184,7 +184,7 @@ def test_each_callback_may_wait_for_a_thread_that_asks_the_pool(caller: PoolCall
 
 @pytest.mark.fault("I9")
 def test_a_value_is_closed_beside_a_pool_that_answers(caller: PoolCaller) -> None:
-    """The end of an executor's values asks, and is answered, while the pool closes."""
+    """The pool answers another thread while it closes an executor's values."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20") as pool:

@@ -1,9 +1,9 @@
-"""Cancellation at every place where a public coroutine waits, on asyncio and trio.
+"""Cancellation at every await of every public coroutine, on asyncio and trio.
 
-Each scenario is run once to see where it waits, then once for every wait, cancelled there. After
-each run everything must be as before: nothing leaked, nothing granted twice, statistics as they
-were. The places found in the source, reached and injected are counted, and printed; one that no
-scenario reaches fails.
+Each scenario is run once to find its waits, then once for each wait, cancelled there. After each
+run everything must be as before: nothing leaked, nothing granted twice, the same statistics. The
+awaits in the source, those reached and those cancelled are counted and printed; an await that no
+scenario reaches fails the test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Backend = Literal["asyncio", "trio"]
 
 
 class Stage:
-    """A pool on a machine of its own, and what a scenario holds up."""
+    """A pool on a machine of its own, with what a scenario delays."""
 
     def __init__(self, driver: simulated.SimulatedDriver) -> None:
         self.driver = driver
@@ -53,7 +53,7 @@ class Stage:
         self.abandoned: tuple[Any, ...] = ()
 
     async def hold(self, sms: Any, *, forever: bool = False) -> None:
-        """Lease SMs, submit work that does not end, and leave: the lease drains."""
+        """Lease SMs, submit work that does not end, and leave: the lease then drains."""
         with pytest.raises(LookupError):
             async with self.pool.partition(sms) as p:
                 self.gates.append(await Gate.closed(p))
@@ -69,7 +69,7 @@ SCENARIOS: dict[str, tuple[Scenario | None, Scenario]] = {}
 
 
 def scenario(name: str, before: Scenario | None = None) -> Callable[[Scenario], Scenario]:
-    """What is driven and cancelled, and what is made ready for it beforehand."""
+    """Register a coroutine to cancel, and its preparation."""
 
     def register(main: Scenario) -> Scenario:
         SCENARIOS[name] = (before, main)
@@ -297,7 +297,7 @@ async def _aclose(stage: Stage) -> None:
 
 
 def run(backend: Backend, name: str, cancel_at: int | None) -> Steps:
-    """Run a scenario, cancelled at its n-th wait; then check that all is as before."""
+    """Run a scenario, cancelled at its n-th wait; then check that everything is as before."""
     before, main = SCENARIOS[name]
     clock = simulated.VirtualClock(seed=cancel_at or 0)
     driver = simulated.open("h200", clock=clock)
@@ -331,7 +331,7 @@ async def release_later(stage: Stage) -> None:
 
 
 async def as_before(stage: Stage) -> None:
-    """Everything drains, everything can be granted again, and closing leaves nothing."""
+    """Check that everything drains, can be granted again, and closes without a rest."""
     pool = stage.pool
     stage.open_gates()
     if pool.state is greensched.PoolState.OPENING:
@@ -359,7 +359,7 @@ async def as_before(stage: Stage) -> None:
 
 @pytest.fixture(autouse=True)
 def few_executors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few executors are made beforehand."""
+    """Limit the prebuilt executors."""
     one_cell_executors(monkeypatch)
 
 
@@ -367,7 +367,7 @@ def few_executors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None:
-    """Cancelled at each of its waits in turn, a scenario leaves everything as it was."""
+    """A scenario that is cancelled at any of its waits leaves everything as before."""
     undisturbed = run(backend, name, None)
     for number in range(len(undisturbed.waits)):
         steps = run(backend, name, number)
@@ -377,7 +377,7 @@ def test_cancelled_anywhere_nothing_is_lost(name: str, backend: Backend) -> None
 @pytest.mark.fault("A2")
 @pytest.mark.white_box
 def test_every_place_that_can_wait_is_reached() -> None:
-    """Every await of the pool, leasing and execution is waited at, and cancelled, by a scenario."""
+    """A scenario waits at, and is cancelled at, every await of the pool, leasing and execution."""
     found = [place for path in MODULES for place in awaits_in(path)]
     found = [place for place in found if place[1] not in EXCLUDED]
     reached: Counter[Place] = Counter()

@@ -27,7 +27,7 @@ KERNEL_NS = 20_000
 
 
 class Loops:
-    """Two asyncio loops, run in turns by one thread, so that a test chooses what happens when."""
+    """Two asyncio loops that one thread runs in turns, so that a test controls the order."""
 
     def __init__(self) -> None:
         self.here, self.there = asyncio.new_event_loop(), asyncio.new_event_loop()
@@ -58,7 +58,7 @@ async def lease_once(pool: Pool, sms: Any, served: list[int]) -> None:
 
 
 async def ask(pool: Pool, sms: Any, served: list[int]) -> asyncio.Task[None]:
-    """A task that waits for a lease."""
+    """Start a task that waits for a lease."""
     waiting = pool.statistics().waiting
     task = asyncio.create_task(lease_once(pool, sms, served))
     await until(lambda: pool.statistics().waiting > waiting)
@@ -66,7 +66,7 @@ async def ask(pool: Pool, sms: Any, served: list[int]) -> asyncio.Task[None]:
 
 
 def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None:
-    """Cells that come free for a request of a closed loop are granted to the next request."""
+    """Cells that become free for a closed loop's request are granted to the next request."""
     pool, served = Pool(driver="simulated:h200"), list[int]()
 
     async def wait_and_close(task: asyncio.Task[None]) -> None:
@@ -90,7 +90,7 @@ def test_what_is_granted_to_a_closed_loop_goes_to_the_next(loops: Loops) -> None
 
 
 def test_requests_that_wait_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new request starts no check of the whole queue; its deadline is kept all the same."""
+    """A new request does not check the whole queue, and its deadline is still kept."""
     clock = simulated.VirtualClock(seed=1)
     driver, tend, tended = (
         simulated.open("h200", clock=clock),
@@ -124,7 +124,7 @@ def test_requests_that_wait_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.fault("D6")
 def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
-    """A lease of a closed loop ends through another loop, and not before its work."""
+    """Another loop ends a closed loop's lease, and only after its work."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
 
     async def take() -> Partition:
@@ -153,7 +153,7 @@ def test_a_closed_loops_lease_ends_when_its_work_is_done(loops: Loops) -> None:
 
 
 def test_a_task_of_a_closed_loop_that_waited_for_a_drain_blocks_no_other(loops: Loops) -> None:
-    """Another loop ends the lease whose end a task of the closed loop waited for."""
+    """Another loop ends the lease for whose drain the closed loop's task waited."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
 
     async def leave() -> None:
@@ -186,7 +186,7 @@ def test_a_task_of_a_closed_loop_that_waited_for_a_drain_blocks_no_other(loops: 
 
 
 def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
-    """A loop closes with an open lease while `aclose` waits for it: `aclose` returns at once."""
+    """`aclose` returns at once if the loop of the last open lease closes."""
     pool = Pool(driver="simulated:h200")
     left = pool.partition(16)
 
@@ -203,7 +203,7 @@ def test_a_loop_that_closes_meanwhile_holds_up_no_closing(loops: Loops) -> None:
 
 @pytest.mark.parametrize("sms", [16, ALL], ids=repr)
 def test_requests_of_a_closed_loop_block_no_others(loops: Loops, sms: Any) -> None:
-    """A queued request of a closed loop keeps no SM from others, not even when it has aged."""
+    """A closed loop's queued request keeps no SM from others, even if it has aged."""
     pool, gates, served = Pool(driver="simulated:h200", policy=Fifo(ageing=0)), [], list[int]()
     p = pool.partition(16)
 
@@ -231,7 +231,7 @@ def test_requests_of_a_closed_loop_block_no_others(loops: Loops, sms: Any) -> No
 
 
 def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) -> None:
-    """A loop whose request is granted closes before its task runs again: no SM is lost."""
+    """If a loop closes between a grant and its task's next turn, no SM is lost."""
     pool, served = Pool(driver="simulated:h200"), list[int]()
     held = pool.partition(ALL)
 
@@ -251,7 +251,7 @@ def test_a_grant_that_a_closed_loop_never_heard_of_goes_to_others(loops: Loops) 
 
 
 def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
-    """A loop closes with downloads in flight: they are done all the same, and staging is free."""
+    """Downloads in flight of a closed loop complete, and their staging memory is free."""
     pool, gates, out = Pool(driver="simulated:h200"), list[Gate](), np.zeros(10)
     p = pool.partition(16)
 
@@ -280,7 +280,7 @@ def test_a_closed_loops_downloads_give_their_staging_back(loops: Loops) -> None:
 
 
 def test_a_closing_whose_loop_closed_is_finished_by_another(loops: Loops) -> None:
-    """A loop closes while it waits for the grace to pass: the next `aclose` closes the pool."""
+    """If a loop closes during its `aclose`, the next `aclose` closes the pool."""
     pool = Pool(driver="simulated:h200")
     p = pool.partition(16)
     tasks: list[asyncio.Task[object]] = []
@@ -298,7 +298,7 @@ def test_a_closing_whose_loop_closed_is_finished_by_another(loops: Loops) -> Non
 
 
 def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
-    """Two loops used in turns by one thread are two loops to the pool, however often they turn."""
+    """Two loops that one thread runs in turns are two loops for the pool."""
     pool, served = Pool(driver="simulated:h200"), list[int]()
     loops.on_here(pool.open())
     for _ in range(20):
@@ -309,7 +309,7 @@ def test_loops_in_turns_leave_nothing_behind(loops: Loops) -> None:
 
 
 async def take_and_work(pool: Pool, sms: int) -> Partition:
-    """A lease with work that is done by the time of the answer, and that has not ended."""
+    """Lease SMs, and return with a lease that has not ended and whose work is done."""
     p = await pool.partition(sms).__aenter__()
     await p.launch(ONE, spin, KERNEL_NS)
     return p
@@ -320,7 +320,7 @@ async def take_and_work(pool: Pool, sms: int) -> Partition:
 def test_requests_that_never_wait_take_over_from_a_closed_loop(
     loops: Loops, sms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SMs of a closed loop come back though no request waits and nothing asks for statistics."""
+    """A closed loop's SMs return even if no request waits and no statistics are read."""
     monkeypatch.setattr("greensched.leasing.manager.TICK_S", 0.005)
     pool = Pool(driver="simulated:h200")
     manager = pool._lifecycle
@@ -344,7 +344,7 @@ def test_requests_that_never_wait_take_over_from_a_closed_loop(
 def test_a_checkpoint_takes_over_from_a_closed_loop(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One long elastic lease grows into the SMs of a closed loop, and nothing else is requested."""
+    """An elastic lease grows into a closed loop's SMs without any other request."""
     monkeypatch.setattr("greensched.leasing.manager.TICK_S", 0.005)
     pool = Pool(driver="simulated:h200")
     elastic = pool.partition((8, ALL))
@@ -380,7 +380,7 @@ def test_statistics_take_over_from_a_closed_loop(loops: Loops) -> None:
 
 @pytest.mark.fault("I2")
 def test_statistics_without_a_loop_have_another_loop_take_over(loops: Loops) -> None:
-    """A thread that only reads statistics, as a scraper does, sees the SMs come back."""
+    """A thread that only reads statistics, such as a scraper, sees the SMs return."""
     pool = Pool(driver="simulated:h200")
 
     async def scrape() -> None:
@@ -395,7 +395,7 @@ def test_statistics_without_a_loop_have_another_loop_take_over(loops: Loops) -> 
 
 
 def on_a_thread(function: Any) -> Any:
-    """What a function returns on a thread without a loop."""
+    """Return the result of a function on a thread without a loop."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
 
@@ -404,7 +404,7 @@ def on_a_thread(function: Any) -> Any:
 def test_nowait_takes_over_from_a_closed_loop(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a closed loop held is granted at once, long before the next regular look."""
+    """`partition_nowait` gets a closed loop's SMs at once, before the next periodic check."""
     monkeypatch.setattr("greensched.leasing.manager.TICK_S", 1000.0)
     pool = Pool(driver="simulated:h200")
 
@@ -425,7 +425,7 @@ def test_nowait_takes_over_from_a_closed_loop(
 def test_a_block_left_in_another_loop_ends_its_lease(
     loops: Loops, is_closed: bool, error: ValueError | None
 ) -> None:
-    """The other loop cannot wait for the work, which the error of leaving says; no SM is lost."""
+    """The other loop cannot wait for the work, so leaving raises; no SM is lost."""
     pool, gates = Pool(driver="simulated:h200"), list[Gate]()
     p = pool.partition(96)
 
@@ -460,7 +460,7 @@ def test_a_block_left_in_another_loop_ends_its_lease(
 
 
 def test_a_lease_waits_for_its_work_only_in_its_own_loop(loops: Loops) -> None:
-    """In another loop of the same thread each method that waits raises, and changes nothing."""
+    """In another loop of the same thread every waiting method raises and changes nothing."""
     pool = Pool(driver="simulated:h200")
     p = pool.partition((8, 64))
     idle = p.idle()
@@ -489,7 +489,7 @@ def test_a_lease_waits_for_its_work_only_in_its_own_loop(loops: Loops) -> None:
 
 
 def test_a_holder_that_waits_to_go_on_in_a_closed_loop_is_forgotten(loops: Loops) -> None:
-    """Collecting its task takes its request out of the queue, and its lease has no SMs."""
+    """When its task is collected, its request leaves the queue and its lease has no SMs."""
     pool, others = Pool(driver="simulated:h200"), list[Partition]()
 
     async def idle() -> None:

@@ -1,4 +1,4 @@
-"""What a closing waits for: leases that are held, or granted and not entered yet."""
+"""What `aclose` waits for: leases that are held, and leases that are granted but not entered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE = LaunchConfig(grid=1, block=1)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
-    """A lease granted as the pool closes may finish within the grace; nothing is abandoned."""
+    """A lease that is granted as the pool closes may end within the grace."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)
 
@@ -58,7 +58,7 @@ def test_closed_while_a_grant_is_on_its_way(backend: Any, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_closed_while_an_executor_is_made(backend: Any, seed: int) -> None:
-    """A request that waits for an executor is granted or refused, and nothing is abandoned."""
+    """A request that waits for an executor is granted or refused."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock)
 
@@ -111,7 +111,7 @@ class Contended:
 
 
 class Slow(list[Any]):
-    """A list whose first `append` takes until something has happened elsewhere."""
+    """A list whose first `append` waits for an event elsewhere."""
 
     def __init__(self, go: threading.Event, happened: list[threading.Event]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Slow(list[Any]):
         self._happened = happened
 
     def append(self, item: Any) -> None:
-        """Appends at last."""
+        """Wait for the event, then append."""
         self._go.set()
         while not any(event.is_set() for event in self._happened):
             time.sleep(0)  # lets the other thread have the GIL, and no time pass
@@ -132,7 +132,7 @@ class Slow(list[Any]):
 def test_closed_while_an_executor_waits_for_a_kernel(
     backend: Any, seed: int, faults: list[Any]
 ) -> None:
-    """An executor may wait for ever behind a kernel; closing does not, and abandons both."""
+    """Closing does not wait for an executor that waits for a kernel, and abandons both."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200x2", clock=clock, faults=faults)
 
@@ -170,7 +170,7 @@ def test_closed_while_an_executor_waits_for_a_kernel(
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_closed_while_prepare_local_waits_for_a_kernel(backend: Any) -> None:
-    """An executor may wait for ever to be made; neither the closing nor `prepare_local` does."""
+    """Neither the closing nor `prepare_local` waits for an executor that cannot be made."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
     service = ServiceClass("decode", sizes=(88,), cap=88)
@@ -207,7 +207,7 @@ def test_closed_while_prepare_local_waits_for_a_kernel(backend: Any) -> None:
 
 @pytest.mark.white_box
 def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
-    """The last lease ends, elsewhere, just as `aclose` looks: it does not wait its grace out."""
+    """If the last lease ends elsewhere just as `aclose` looks, it does not wait for its grace."""
     pool = Pool(driver="simulated:h200")
     held, go, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -233,7 +233,7 @@ def test_a_closing_hears_of_the_last_lease_of_another_thread() -> None:
 
 
 def test_a_pool_whose_block_is_collected_is_closed() -> None:
-    """The collector may end a block while any lock is held: a thread closes the pool then."""
+    """A block may be collected while a lock is held, so a thread closes the pool."""
     driver = simulated.open("h200")
     pool = Pool(driver=driver)
 
@@ -260,7 +260,7 @@ def test_a_pool_whose_block_is_collected_is_closed() -> None:
 
 
 def test_a_pool_collected_while_it_opens_is_closed() -> None:
-    """A pool that is collected while it opens does not stay open."""
+    """A pool that is collected while it opens is closed."""
     driver = simulated.open("h200")
     pool = Pool(driver=driver)
 
@@ -275,7 +275,7 @@ def test_a_pool_collected_while_it_opens_is_closed() -> None:
 
 
 def test_a_pool_whose_block_ends_after_it_was_closed_starts_no_thread() -> None:
-    """What was closed by hand is not closed again when its block is collected."""
+    """A closed pool is not closed again when its block is collected."""
 
     async def main() -> None:
         pool = Pool(driver="simulated:h200")
@@ -290,7 +290,7 @@ def test_a_pool_whose_block_ends_after_it_was_closed_starts_no_thread() -> None:
 
 @pytest.mark.fault("D16")
 def test_an_opening_without_a_thread_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started `open` raises, and the next one starts anew."""
+    """`open` raises if no thread can start, and a later `open` begins anew."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -309,7 +309,7 @@ def test_an_opening_without_a_thread_may_be_tried_again(monkeypatch: pytest.Monk
 
 
 def test_a_closing_without_a_thread_waits_for_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the builder is held up, and no other thread can be started, it closes the pool."""
+    """If no thread can start, the builder's thread closes the pool."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -328,7 +328,7 @@ def test_a_closing_without_a_thread_waits_for_the_builder(monkeypatch: pytest.Mo
 
 
 def test_closed_before_it_was_open() -> None:
-    """A pool that is closed while it opens says so, whatever it is asked."""
+    """Every use of a pool that is closed while it opens raises."""
 
     async def main() -> None:
         pool = Pool(driver="simulated:h200")
@@ -347,7 +347,7 @@ def test_closed_before_it_was_open() -> None:
 
 
 def test_closed_as_another_thread_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that is opened and closed at the same time is closed, and leaves nothing open."""
+    """A pool that is opened and closed concurrently is closed and leaves nothing open."""
 
     async def main() -> None:
         driver = simulated.open("h200")
@@ -370,7 +370,7 @@ def test_closed_as_another_thread_opens_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("seed", range(8))
 def test_closed_while_its_opening_fails(seed: int) -> None:
-    """An opening that fails as the pool is closed takes nothing from under the closing."""
+    """An opening that fails during the closing interferes with nothing."""
     clock = simulated.VirtualClock(seed=seed)
     driver = simulated.open("h200", clock=clock, faults=[Fail("create_memory_pool", status=2)])
 
@@ -392,7 +392,7 @@ def test_closed_while_its_opening_fails(seed: int) -> None:
 
 
 def test_collected_blocks_of_sync_wait_for_no_loop() -> None:
-    """The collector may end them on any thread, even on the loop's; lease, pool and loop end."""
+    """Collected blocks end their lease, pool and loop on any thread, without waiting."""
     pool = Pool(driver="simulated:h20")
 
     def generate() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A pool that the collector ends without `aclose`: its device is free for the next one."""
+"""Pools that are collected without `aclose` release their devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(clock: str, main: Any) -> simulated.SimulatedDriver:
 
 
 async def forget(driver: simulated.SimulatedDriver) -> None:
-    """Use a pool, and drop it."""
+    """Use a pool and drop it."""
     pool = Pool(driver=driver)
     await pool.open()
     async with pool.partition(8) as p:
@@ -54,7 +54,7 @@ def test_a_collected_pool_gives_its_device_back(clock: str) -> None:
 
 @pytest.mark.fault("I7")
 def test_a_lease_outlives_its_pool() -> None:
-    """A pool that was dropped with a lease in use is left to that lease, and keeps its device."""
+    """A lease in use keeps its dropped pool and its device."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         pool = Pool(driver=driver)

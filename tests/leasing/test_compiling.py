@@ -16,7 +16,7 @@ from helpers.devices import DEVICE
 
 
 class SlowCompiler:
-    """Compile each program when told to."""
+    """A compiler that completes each program when the test says so."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -30,7 +30,7 @@ class SlowCompiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCompiler]:
-    """The simulated driver needs binaries, which this compiler makes."""
+    """Yield a compiler of the binaries that this simulated driver needs."""
     compiler = SlowCompiler()
     monkeypatch.setattr(Program, "compile", lambda program, arch: compiler.compile(arch))
     monkeypatch.setattr(simulated.SimulatedDriver, "needs_binary", True)
@@ -62,7 +62,7 @@ async def launch_and_leave(p: Partition, kernel: Kernel) -> None:
 def test_a_cancelled_lease_does_not_wait_for_the_compiler(
     compiler: SlowCompiler, work: Callable[[Partition, Kernel], Awaitable[None]]
 ) -> None:
-    """Its SMs are granted again while its kernel is still being compiled."""
+    """Its SMs are granted again while its kernel is still compiling."""
 
     async def main() -> None:
         async with Pool(driver=simulated.open([DEVICE])) as pool:
@@ -86,7 +86,7 @@ def test_a_cancelled_lease_does_not_wait_for_the_compiler(
 def test_a_job_of_a_cancelled_lease_says_why_it_did_not_run(
     compiler: SlowCompiler,
 ) -> None:
-    """Its other waiters get `PartitionClosed`; the job of a lease that ends normally runs."""
+    """Other waiters get PartitionClosed; the job of a lease that ends normally runs."""
 
     async def main() -> None:
         async with Pool(driver=simulated.open([DEVICE])) as pool:

@@ -1,4 +1,4 @@
-"""What stands for something on a device is neither copied nor pickled."""
+"""Objects that represent device state can be neither copied nor pickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def current() -> greensched.Stream:
 @pytest.mark.fault("D18")
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_objects_of_a_device_are_not_copied(how: Callable[[object], object]) -> None:
-    """Each is refused with what to do instead, and closes and works as before."""
+    """Each is refused with an alternative, and works and closes as before."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20", prepare=[spin]) as pool, pool.partition(8) as p:

@@ -1,4 +1,4 @@
-"""A driver that fails while a loop polls: a lost device is told, a passing error harms nothing."""
+"""A driver that fails while a loop polls: a lost device is reported, a passing error is not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(clock: str, loop: str, main: Any, **options: Any) -> None:
 def test_a_dead_driver_is_told_beside_a_hung_kernel(
     clock: str, loop: str, status: str, completion: str
 ) -> None:
-    """Once each call fails, the waiter of a hung kernel gets DeviceLost and readiness is red."""
+    """If every call fails, a hung kernel's waiter gets DeviceLost, and the pool is not ready."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         pool = Pool(driver=driver)
@@ -125,7 +125,7 @@ def test_whichever_call_of_a_poller_fails_tells_a_lost_device(
 def test_a_passing_error_of_a_poller_loses_no_device(
     clock: str, loop: str, call: str, status: str
 ) -> None:
-    """Lack of memory in a query is no loss: the job is done, and so is the next one."""
+    """OUT_OF_MEMORY of a query loses no device; this job and the next complete."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:

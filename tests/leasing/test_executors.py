@@ -1,4 +1,4 @@
-"""What outlives an executor, a loop or 2**32 tickets stays correct, and nothing deadlocks."""
+"""Executors after many tickets, many loops and failed calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BIG = np.ones(1 << 20, np.float32)
 
 
 def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
-    """Each waits for the other's earlier work only, never for what was queued behind it since."""
+    """Each waits only for the other's earlier work, not for later work."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partitions(8, 8) as (a, b):
@@ -46,7 +46,7 @@ def test_partitions_that_exchange_buffers_do_not_wait_in_a_circle() -> None:
 
 
 def test_small_arrays_are_read_at_once_however_many() -> None:
-    """An array of at most 64 KiB may change as soon as upload has returned, also the hundredth."""
+    """After `upload` returns, an array of at most 64 KiB may change, even the hundredth."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -66,7 +66,7 @@ def test_small_arrays_are_read_at_once_however_many() -> None:
 
 
 def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
-    """A buffer that a call uses is written elsewhere only once the call has returned."""
+    """A buffer in use by a call is written elsewhere only after the call has returned."""
 
     async def main() -> None:
         async with (
@@ -90,7 +90,7 @@ def test_a_call_in_flight_is_not_forgotten_by_a_later_launch() -> None:
 
 
 def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
-    """A job awaited once by a loop that then closed does not tie its executor to that loop."""
+    """A closed loop that awaited one job does not keep its executor."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -116,7 +116,7 @@ def test_a_loop_that_only_awaited_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3], ids=["half", "whole"])
 def test_tickets_never_wrap(first: int) -> None:
-    """After 2**31 and after 2**32 tickets old work is done, and new work is waited for."""
+    """After 2**31 and 2**32 tickets, old work is done and new work is waited for."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -139,7 +139,7 @@ def test_tickets_never_wrap(first: int) -> None:
 
 
 def test_a_refused_order_fails_one_job() -> None:
-    """Where the driver refuses to order a launch behind another lease, that job alone fails."""
+    """If the driver refuses to order a launch after another lease, only that job fails."""
     driver = simulated.open("h200", faults=[])
 
     async def main() -> None:
@@ -164,7 +164,7 @@ def test_a_refused_order_fails_one_job() -> None:
 
 @pytest.mark.fault("D16")
 def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started what needs one fails; the lease and its caller go on."""
+    """If no thread can start, the job that needs one fails; the lease and its caller go on."""
     driver = simulated.open("h200")
 
     def refuse(*_: Any) -> None:
@@ -187,7 +187,7 @@ def test_no_thread_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_is_awaited_though_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started to wait in the driver, the loop polls."""
+    """If no thread can start to wait in the driver, the loop polls."""
     driver = simulated.open("h200")
     start, asked = driver.start_thread, list[str]()
 
@@ -213,7 +213,7 @@ def test_a_job_is_awaited_though_no_thread_can_be_started(monkeypatch: pytest.Mo
 
 
 def test_a_call_has_its_context_whatever_the_one_before_it_left() -> None:
-    """A call that queues behind one that made another context current has the partition's."""
+    """A call after one that changed the current context has the partition's."""
     driver = simulated.open("h200")
     gate = threading.Event()
 
@@ -233,7 +233,7 @@ def test_a_call_has_its_context_whatever_the_one_before_it_left() -> None:
 
 
 def test_a_name_that_is_none_keeps_no_ticket() -> None:
-    """A callable whose name is no text is called as any; what follows goes on."""
+    """A callable whose `__name__` is not a string runs like any other."""
 
     class Proxy:
         __name__ = None
@@ -251,7 +251,7 @@ def test_a_name_that_is_none_keeps_no_ticket() -> None:
 
 @pytest.mark.fault("D11")
 def test_a_close_that_raises_systemexit_ends_the_executor_alone() -> None:
-    """An object kept by an executor may raise even SystemExit from `close`; the pool closes."""
+    """The pool closes although a kept object's `close` raises SystemExit."""
 
     class Kept:
         def close(self) -> None:
@@ -269,7 +269,7 @@ def test_a_close_that_raises_systemexit_ends_the_executor_alone() -> None:
 def test_a_context_that_cannot_be_entered_fails_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a context cannot be entered all queued calls fail, and the lease goes on."""
+    """If the context cannot be entered, all queued calls fail, and the lease goes on."""
     driver = simulated.open("h200")
 
     def refuse(*_: Any) -> None:
@@ -292,7 +292,7 @@ def test_a_context_that_cannot_be_entered_fails_each_call(
 def test_a_thread_that_cannot_leave_its_context_tells_that_the_device_is_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A driver may end while a thread waits in it: the log does not blame the thread's item."""
+    """If a driver ends during a call, the log does not blame the call."""
     driver = simulated.open("h200")
     context = Device(0, driver=driver).primary
     thread = WorkerThread(driver, "greensched test", context)
@@ -305,7 +305,7 @@ def test_a_thread_that_cannot_leave_its_context_tells_that_the_device_is_lost(
 @pytest.mark.fault("C1", "C3")
 @pytest.mark.parametrize("status", ["INVALID_VALUE", "ILLEGAL_ADDRESS"])
 def test_a_thread_that_cannot_enter_its_context_once_hides_nothing(status: str) -> None:
-    """A passing failure is tried again; a lost device is the cause of every later error."""
+    """A passing failure is tried again; a lost device is the cause of later errors."""
     driver = simulated.open("h20", clock=simulated.VirtualClock())
 
     async def main() -> None:
@@ -395,7 +395,7 @@ def test_everything_awaited_has_been_submitted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
-    """Every page of words is given back, though the driver refuses the first."""
+    """Every page of words is freed, even if the driver refuses the first."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
     words = TicketMemory(device.primary)
@@ -412,7 +412,7 @@ def test_one_page_of_words_that_cannot_be_ended_keeps_no_other() -> None:
 
 
 def test_words_given_back_are_used_again() -> None:
-    """Tracks that come and go, over several pages of words, take no page that is not needed."""
+    """Streams that come and go reuse words and need no further page."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
     words = TicketMemory(device.primary)
@@ -427,7 +427,7 @@ def test_words_given_back_are_used_again() -> None:
 
 
 def test_a_track_that_cannot_be_made_keeps_no_word() -> None:
-    """However often the driver refuses a track, its words are given back and no page is added."""
+    """If the driver refuses a stream, its words are free again."""
     driver = simulated.open("h200")
     device = Device(0, driver=driver)
     words = TicketMemory(device.primary)
@@ -480,7 +480,7 @@ def test_a_call_overtakes_nothing_that_is_on_the_way(holds_call: bool) -> None:
 
 @pytest.mark.fault("I15")
 def test_each_call_finds_the_green_context_current() -> None:
-    """What one call leaves current, the next one of the same turn of the worker does not see."""
+    """A context that one call leaves current is not current in the next call."""
     driver = simulated.open("h200")
     go_on = threading.Event()
 
@@ -500,7 +500,7 @@ def test_each_call_finds_the_green_context_current() -> None:
 
 @pytest.mark.fault("I15")
 def test_a_lease_ends_behind_its_copies() -> None:
-    """Cells stay taken while a copy beside the launches is on the device, however it is left."""
+    """Cells stay leased while a copy beside the launches runs, however the lease ends."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
 
@@ -531,7 +531,7 @@ def test_a_lease_ends_behind_its_copies() -> None:
 def test_an_executor_that_cannot_be_made_fails_what_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`prepare_local` raises the driver's error, holds nothing, and works once it can be made."""
+    """`prepare_local` raises the driver's error, holds nothing, and works later."""
     one_cell_executors(monkeypatch)
     driver = simulated.open("h200", clock=simulated.VirtualClock())
 
@@ -554,7 +554,7 @@ def test_an_executor_that_cannot_be_made_fails_what_waits_for_it(
 def test_a_lease_ends_although_a_library_captures_in_its_context(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No event can then capture the context's work; threads wait for the context instead."""
+    """An event cannot cover the context's work then; threads wait for the context instead."""
     driver = simulated.open("h200", clock=simulated.VirtualClock())
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""`open` while driver calls fail: it says what failed first, or what the pool does without."""
+"""`open` while driver calls fail: it reports the first failure, or what the pool lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUSES = ["INVALID_VALUE", "OUT_OF_MEMORY", "ILLEGAL_ADDRESS", "DEINITIALIZED"
 
 
 async def open_and_close(driver: simulated.SimulatedDriver) -> greensched.PoolStatistics:
-    """Open a pool; return its statistics then."""
+    """Open a pool and return its statistics."""
     pool = Pool(driver=driver, prepare=[fill])
     await pool.open()
     try:
@@ -32,7 +32,7 @@ async def open_and_close(driver: simulated.SimulatedDriver) -> greensched.PoolSt
 
 @cache
 def calls_of_open() -> list[tuple[str, int]]:
-    """Every call of an opening, in order: its name, and which of that name it is."""
+    """Return every driver call of an opening in order, with its number among equal names."""
     driver = simulated.open([SMALL_DEVICE])
     calls, call = list[tuple[str, int]](), driver.script.call
 
@@ -59,7 +59,7 @@ def calls_of_open() -> list[tuple[str, int]]:
 def test_open_says_which_call_failed_first(
     status: str, last: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever call of an opening fails, its error names that call, or statistics say the loss."""
+    """The error of `open` names the failed call, or statistics report what is missing."""
     caplog.set_level(logging.CRITICAL, "greensched")
     wrong, whole = [], anyio.run(open_and_close, simulated.open([SMALL_DEVICE]))
     calls = calls_of_open()
@@ -95,7 +95,7 @@ def _is(error: greensched.CUDAError, call: str, status: str) -> bool:
 
 @pytest.mark.fault("C5", "I4")
 def test_a_single_lack_of_memory_costs_no_executor() -> None:
-    """One refused green context is made again, and the pool has what it would have had."""
+    """One refused green context is made again, so the pool lacks nothing."""
     whole = simulated.open("h200")
     driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY")])
 
@@ -109,7 +109,7 @@ def test_a_single_lack_of_memory_costs_no_executor() -> None:
 
 @pytest.mark.fault("I4")
 def test_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
-    """A class whose sizes need executors beside the menu opens as other pools do."""
+    """A class with sizes gets its additional executors after one OUT_OF_MEMORY."""
     service = greensched.ServiceClass("decode", sizes=(24, 88), cap=88)
 
     async def made(driver: simulated.SimulatedDriver, **options: Any) -> int:
@@ -123,7 +123,7 @@ def test_a_single_lack_of_memory_costs_no_home_of_a_class() -> None:
 
 @pytest.mark.fault("I4")
 def test_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A pool without some of its executors says so in its statistics and a warning, and works."""
+    """A pool without some executors works, and reports it in statistics and a warning."""
     driver = simulated.open("h200", faults=[Fail("create_green", 12, "OUT_OF_MEMORY", last=13)])
 
     async def main() -> None:
@@ -138,7 +138,7 @@ def test_executors_that_cannot_be_made_are_told(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.fault("I4")
 def test_a_failed_opening_is_tried_again() -> None:
-    """A failure of the opening and of its cleanup leaves nothing that a later opening meets."""
+    """A failed opening and cleanup leave nothing that a later opening meets."""
     driver = simulated.open([SMALL_DEVICE])
     calls = calls_of_open()
     for call, nth in calls[len(calls) // 2 :]:
@@ -159,7 +159,7 @@ def test_a_failed_opening_is_tried_again() -> None:
 
 @pytest.mark.fault("I4", "C1")
 def test_a_trial_that_cannot_be_ended_is_no_answer() -> None:
-    """Whether the remainder joins is tried: where the end of the trial fails, `open` says so."""
+    """If the trial of joining the remainder cannot be cleaned up, `open` says so."""
     driver = simulated.open("h20", faults=[Fail("synchronize_context", status="INVALID_VALUE")])
     with pytest.raises(greensched.CUDAError, match="synchronize_context: INVALID_VALUE"):
         anyio.run(open_and_close, driver)

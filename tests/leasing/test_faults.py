@@ -1,4 +1,4 @@
-"""Faults: what fails one job, what ends everything, and that nothing ever hangs or is lost."""
+"""Faults: what fails one job, what ends the pool, and that nothing hangs or is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONE = LaunchConfig(grid=1, block=1)
 
 @pytest.fixture(params=["asyncio", "trio"])
 def clock(request: pytest.FixtureRequest) -> Any:
-    """A virtual clock that runs on each kind of loop."""
+    """Return a virtual clock for each kind of loop."""
     clock = simulated.VirtualClock()
     run = clock.run
     clock.run = lambda main: run(main, backend=request.param)  # type: ignore[method-assign,assignment]
@@ -45,14 +45,14 @@ def clock(request: pytest.FixtureRequest) -> Any:
 
 
 async def opened(driver: simulated.SimulatedDriver) -> Pool:
-    """A pool that the test closes itself, to see what that gives."""
+    """Open a pool that the test closes itself."""
     pool = Pool(driver=driver)
     await pool.open()
     return pool
 
 
 def test_an_upload_without_room_gives_its_slot_back() -> None:
-    """However many small uploads fail, the next ones have staging as before."""
+    """After many failed small uploads, the next ones have staging as before."""
     driver = simulated.open("h200")
 
     async def main() -> None:
@@ -74,7 +74,7 @@ def test_an_upload_without_room_gives_its_slot_back() -> None:
 
 @pytest.mark.fault("C2")
 def test_a_device_fault_ends_everything_within_a_second(clock: Any) -> None:
-    """After a fault every job, waiter and request fails with the first cause, and at once."""
+    """Every job, waiter and request fails with the first cause."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("saxpy")])
     seen: list[BaseException] = []
 
@@ -132,7 +132,7 @@ async def crash(pool: Pool, device: int) -> None:
 
 
 def test_a_fault_of_one_device_ends_the_pool_over_two(clock: Any) -> None:
-    """CUDA says that the process must be replaced: leases of the other device end with it."""
+    """A CUDA fault ends CUDA for the process, so leases of the other device end, too."""
     driver = simulated.open("h20x2", clock=clock, faults=[Crash("saxpy")])
     ended: list[greensched.DeviceLost] = []
 
@@ -162,7 +162,7 @@ def test_a_fault_of_one_device_ends_the_pool_over_two(clock: Any) -> None:
 
 
 def test_a_fault_ends_the_pool_of_another_device(clock: Any) -> None:
-    """With a pool on each device the other one ends, too, by a fault of its own device."""
+    """With a pool on each device the other pool ends as well."""
     driver = simulated.open("h20x2", clock=clock, faults=[Crash("saxpy")])
 
     async def main() -> None:
@@ -180,7 +180,7 @@ def test_a_fault_ends_the_pool_of_another_device(clock: Any) -> None:
 
 
 async def noticed(driver: simulated.SimulatedDriver) -> float:
-    """Abandon work that fails; return after how many seconds the pool noticed."""
+    """Abandon work that fails; return the seconds until the pool notices it."""
     pool = await opened(driver)
     with pytest.raises(greensched.DeviceLost):
         async with pool.partition(8) as p:
@@ -194,19 +194,19 @@ async def noticed(driver: simulated.SimulatedDriver) -> float:
 
 @pytest.mark.fault("C10")
 def test_a_fault_is_noticed_though_no_task_waits(clock: Any) -> None:
-    """A fault of abandoned work is found all the same: the pool is not ready within a second."""
+    """After a fault of abandoned work the pool is not ready within a second."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("spin")])
     assert clock.run(partial(noticed, driver)) < 1.0
 
 
 @pytest.mark.fault("C10")
 def test_a_fault_on_the_real_clock_is_noticed() -> None:
-    """On the real clock the periodic check finds the fault, though no task waits."""
+    """On the real clock the periodic check finds the fault without a waiting task."""
     anyio.run(noticed, simulated.open("h200", faults=[Crash("spin")]))
 
 
 def test_sleeping_often_makes_no_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a loop sleeps for each job, the driver is asked at intervals, not for each job."""
+    """A loop that sleeps for each job queries the driver at intervals, not for each job."""
     monkeypatch.setattr("greensched.execution.completion_poller.SAFETY_S", 60.0)
     driver = simulated.open("h200")
     driver.spin_budget = 0.0  # it sleeps at once
@@ -225,7 +225,7 @@ def test_sleeping_often_makes_no_more_queries(monkeypatch: pytest.MonkeyPatch) -
 def test_a_thread_that_cannot_wait_tries_again_at_the_next_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It neither delays the tasks that wait, nor spins until the work is done."""
+    """It neither delays waiting tasks, nor spins until the work is done."""
     driver, tries = simulated.open("h200"), list[object]()
     driver.spin_budget = 0.0  # it sleeps at once
 
@@ -255,7 +255,7 @@ def test_a_thread_that_cannot_wait_tries_again_at_the_next_poll(
 
 @pytest.mark.parametrize("fault", [Fail("copy_to_host", status="INVALID_VALUE"), Crash("saxpy")])
 def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Crash) -> None:
-    """Where the copy was refused, or the device failed before it, `out` holds what it held."""
+    """If the copy is refused or the device fails before it, `out` is unchanged."""
     driver = simulated.open("h200", clock=clock, faults=[fault])
 
     async def main() -> None:
@@ -278,7 +278,7 @@ def test_a_failed_download_leaves_its_array_alone(clock: Any, fault: Fail | Cras
 
 @pytest.mark.fault("C9")
 def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
-    """Beside a kernel that never ends others are served; closing reports it and does not hang."""
+    """Other leases are served beside a hung kernel; closing reports it and does not hang."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
@@ -304,7 +304,7 @@ def test_a_hung_kernel_holds_its_own_sms_only(clock: Any) -> None:
 
 @pytest.mark.parametrize("exposed", [False, True], ids=["own", "exposed"])
 def test_a_pool_closed_over_an_idle_lease_abandons_its_executor(clock: Any, exposed: bool) -> None:
-    """An open lease past the grace is reported; its end makes no CUDA call and does not hang."""
+    """A lease past the grace is reported; its end makes no CUDA call."""
     driver = simulated.open("h200", clock=clock)
 
     async def main() -> None:
@@ -327,7 +327,7 @@ def test_a_pool_closed_over_an_idle_lease_abandons_its_executor(clock: Any, expo
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["open", "draining"])
 def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bool) -> None:
-    """A bound launch that has no ticket and never ends is abandoned like any other work."""
+    """A hung bound launch without a ticket is abandoned like other work."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
@@ -346,7 +346,7 @@ def test_a_hung_bound_launch_does_not_hold_up_the_closing(clock: Any, leaves: bo
 
 
 def test_waiting_for_abandoned_work_raises(clock: Any) -> None:
-    """Awaiting a job, or the end of a block, that the pool left behind raises PoolClosed."""
+    """Awaiting a job, or a block's end, that the pool abandoned raises PoolClosed."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("spin")])
 
     async def main() -> None:
@@ -372,7 +372,7 @@ def test_waiting_for_abandoned_work_raises(clock: Any) -> None:
 
 
 def test_waiting_for_a_call_that_never_returns_raises() -> None:
-    """The end of a block whose blocking call hangs ends with its pool."""
+    """The end of a block whose blocking call hangs raises when its pool closes."""
     driver = simulated.open("h200")
     hung = threading.Event()
 
@@ -416,7 +416,7 @@ def test_an_ordinary_failure_fails_one_job(clock: Any, verb: str) -> None:
 
 
 def test_without_write_value_events_stand_for_tickets(clock: Any) -> None:
-    """Where streams cannot write words everything works by events, and statistics say so."""
+    """If streams cannot write words, events are used, and statistics say so."""
     driver = simulated.open("h200", clock=clock, without=[Feature.WRITE_VALUE])
 
     async def main() -> None:
@@ -438,7 +438,7 @@ def test_without_write_value_events_stand_for_tickets(clock: Any) -> None:
 
 
 def test_without_write_value_on_the_real_clock() -> None:
-    """On the real clock, too: events are polled once a turn, then a thread sleeps."""
+    """Events are polled once in a turn, and then a thread sleeps."""
     driver = simulated.open("h200", without=[Feature.WRITE_VALUE])
 
     async def main() -> None:
@@ -459,7 +459,7 @@ def leave_a_capture() -> None:
 
 
 async def whole_scenario(driver: simulated.SimulatedDriver) -> None:
-    """Everything the pool does, once."""
+    """Use every operation of a pool once."""
     async with Pool(driver=driver) as pool:
         async with pool.partition(8) as p:
             with await p.upload(np.ones(8, np.float32)) as b:
@@ -487,7 +487,7 @@ def fill_captured(b: greensched.Buffer) -> None:
 
 
 async def graph_scenario(driver: simulated.SimulatedDriver) -> None:
-    """A graph, on the SMs it was captured on first and on others."""
+    """Launch a graph on its first SMs and on others."""
     async with Pool(driver=driver, prepare=[fill]) as pool:
         async with pool.partitions(8, greensched.REST) as (p, q):
             with await p.upload(np.ones(8, np.float32)) as b:
@@ -536,7 +536,7 @@ NEVER_FAIL = {"initialise", "current", "device_count", "device_facts", "resource
 def test_every_driver_call_fails_in_turn(
     scenario: Scenario, verb: str, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any call may fail, in any scenario: a typed error or none, no hang, nothing lost."""
+    """If any call fails, there is a typed error or none, no hang, and no loss."""
     caplog.set_level(logging.WARNING, "greensched")
     for nth in range(1, (CALLS if scenario is whole_scenario else GRAPH_CALLS)[verb] + 1):
         caplog.clear()
@@ -560,7 +560,7 @@ def test_every_driver_call_fails_in_turn(
 
 
 def test_the_verbs_are_covered() -> None:
-    """The scenarios above make every driver call, but for those of other tests."""
+    """The scenarios make every driver call, except those of other tests."""
     elsewhere = {"primary_state", "stream_address", "synchronize_stream",
                  "destroy_graph", "elapsed", "set_bytes", "copy",
                  "synchronize_context", "priority_range", "wait_value", "allow_shared",
@@ -576,7 +576,7 @@ def test_the_verbs_are_covered() -> None:
 
 
 def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
-    """A kernel that crashes in a graph's second launch is a device's fault like any other."""
+    """A kernel that crashes in a graph's second launch is a device fault."""
     driver = simulated.open("h200", clock=clock, faults=[Crash("fill", nth=2)])
 
     async def main() -> None:
@@ -599,7 +599,7 @@ def test_a_fault_inside_a_graph_ends_everything(clock: Any) -> None:
 
 
 def test_a_hung_graph_holds_its_own_sms_only(clock: Any) -> None:
-    """Closing reports it; the graph can be closed, and its executor is left alone."""
+    """Closing reports it; the graph can be closed, and its executor stays."""
     driver = simulated.open("h200", clock=clock, faults=[Hang("fill")])
 
     async def main() -> None:
@@ -633,7 +633,7 @@ class Shown:
 
 
 def test_an_array_that_cannot_be_ordered_is_refused(clock: Any) -> None:
-    """Each call for such an array may fail: the copy is refused, and the next is right."""
+    """If any call for such an array fails, the copy is refused and the next succeeds."""
     driver = simulated.open("h200", clock=clock)
 
     async def main() -> None:
@@ -664,7 +664,7 @@ def test_an_array_that_cannot_be_ordered_is_refused(clock: Any) -> None:
 
 
 async def _busy() -> None:
-    """A loop whose every turn takes longer than an idle one."""
+    """Keep every turn of a loop longer than an idle one."""
     while True:
         until = time.perf_counter() + 50e-6
         while time.perf_counter() < until:
@@ -675,7 +675,7 @@ async def _busy() -> None:
 @pytest.mark.parametrize("without", [[], [Feature.WRITE_VALUE]], ids=["words", "events"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> None:
-    """A waiter beside tasks that never pause is told of a fault, by words and by events."""
+    """A waiter beside tasks that never pause gets the fault, by words and by events."""
     driver = simulated.open("h200", faults=[Crash("fill")], without=without)
 
     async def main() -> None:
@@ -695,7 +695,7 @@ def test_a_busy_loop_hears_of_a_fault(without: list[Feature], busy: bool) -> Non
 
 
 class StrictLock:
-    """A lock that notes where a thread that holds it asks for it again, and would freeze."""
+    """A lock that records a second acquisition by the thread that holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -719,7 +719,7 @@ class StrictLock:
 def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
     leased: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a closed loop left is given back once, though the collector runs under the lock."""
+    """What a closed loop left is released once, even if collected under the lock."""
     driver = simulated.open("h200")
     pool = Pool(driver=driver)
 
@@ -775,7 +775,7 @@ def test_a_task_collected_while_the_lock_is_held_takes_no_lock(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("failed", [False, True], ids=["normally", "by an error"])
 def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
-    """In a child the end of a block takes no lock and makes no call: it raises ForkedPool."""
+    """In a child the block's end takes no lock, makes no call, and raises ForkedPool."""
 
     def leave(block: Any) -> int:
         signal.alarm(10)  # a hang ends it, and is seen by its status
@@ -813,7 +813,7 @@ def test_a_forked_child_leaves_its_block_at_once(failed: bool) -> None:
 
 
 def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
-    """SMs that a closed loop held are granted to a request that does not wait."""
+    """A request that does not wait gets a closed loop's SMs."""
     pool = Pool(driver="simulated:h200")
     kept: list[greensched.Partition] = []
 
@@ -830,7 +830,7 @@ def test_what_a_closed_loop_leased_can_be_had_without_waiting() -> None:
 
 
 def test_statistics_are_counted_while_executors_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An executor joins the others under the lock under which they are counted."""
+    """An executor is added under the lock under which statistics count."""
     pool = Pool(driver="simulated:h200")
     add, held = DevicePool.add, list[bool]()
 

@@ -1,4 +1,4 @@
-"""Tasks that wait for a grant: each is granted, refused or cancelled once, and nothing is lost."""
+"""Tasks that wait for a grant: each is granted, refused or cancelled once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lease_of(partition: Partition) -> Lease:
 
 
 class Taker:
-    """A task that waits for its SMs, and keeps them until it is let go."""
+    """A task that waits for SMs and keeps them until it is released."""
 
     def __init__(self, pool: Pool, sms: int = HALF, deadline: float | None = None) -> None:
         self.pool = pool
@@ -55,7 +55,7 @@ class Taker:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_queued_tasks_are_granted_in_order(backend: str) -> None:
-    """Tasks that want the same get it in the order of their requests, and are counted."""
+    """Tasks with equal requests are granted in order, and counted."""
     order = list[int]()
 
     async def main() -> None:
@@ -83,7 +83,7 @@ def test_queued_tasks_are_granted_in_order(backend: str) -> None:
 
 
 def test_a_left_partition_stays_closed() -> None:
-    """A partition whose block was left is closed, though its SMs are granted to another task."""
+    """A partition whose block ended stays closed when its SMs are granted again."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -104,7 +104,7 @@ def test_a_left_partition_stays_closed() -> None:
 
 
 def test_a_task_cancelled_after_its_grant_leaves_the_sms_to_the_next() -> None:
-    """The lease lasted less than a turn; nothing is lost, and the next request has its SMs."""
+    """The lease lasts less than a turn, and the next request gets its SMs."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -127,7 +127,7 @@ def test_a_task_cancelled_after_its_grant_leaves_the_sms_to_the_next() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "too late", "closed"])
 def test_a_task_that_stops_waiting_is_not_referenced(how: str) -> None:
-    """The task is freed at once, without a collection, though others go on waiting."""
+    """The task is freed at once, without a collection, while others wait."""
 
     async def wait(pool: Pool) -> None:
         async with pool.partition(HALF, deadline=0.01 if how == "too late" else None):
@@ -169,7 +169,7 @@ def test_a_task_that_stops_waiting_is_not_referenced(how: str) -> None:
 
 
 def test_a_task_that_was_served_is_not_referenced() -> None:
-    """Not even while requests with earlier deadlines wait, behind which its entry stays."""
+    """It is freed although its entry stays behind earlier deadlines."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -195,7 +195,7 @@ def test_a_task_that_was_served_is_not_referenced() -> None:
 
 
 def test_a_fault_between_grant_and_turn_reaches_the_task() -> None:
-    """A task that was granted a lease, and has not run since, raises the fault as others do."""
+    """A granted task that has not run since raises the fault."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -214,7 +214,7 @@ def test_a_fault_between_grant_and_turn_reaches_the_task() -> None:
 
 
 def stop_before_its_turn(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
-    """Return a task that was granted a lease, and has not run since: its loop is stopped."""
+    """Return a task that has a grant and has not run since, because its loop is stopped."""
     first = pool.partition(MOST)
 
     async def begin() -> Taker:
@@ -238,7 +238,7 @@ def stop_before_its_turn(loop: asyncio.AbstractEventLoop, pool: Pool) -> Taker:
 
 
 def test_a_loop_that_closes_before_the_turn_returns_the_lease() -> None:
-    """The next request of another loop is granted its SMs."""
+    """The next request of another loop gets its SMs."""
     pool, gone = on_h200(), asyncio.new_event_loop()
     gone.set_exception_handler(lambda *_: None)
     taker = stop_before_its_turn(gone, pool)
@@ -256,7 +256,7 @@ def test_a_loop_that_closes_before_the_turn_returns_the_lease() -> None:
 
 
 def test_a_loop_that_moved_to_another_thread_works_there() -> None:
-    """A lease granted on one thread is used on the thread that runs its loop by then."""
+    """A lease that is granted on one thread is used on its loop's present thread."""
     pool, loop, found = on_h200(), asyncio.new_event_loop(), list[float]()
     taker = stop_before_its_turn(loop, pool)
 
@@ -276,7 +276,7 @@ def test_a_loop_that_moved_to_another_thread_works_there() -> None:
 
 
 def test_a_pool_that_closes_before_the_turn_leaves_nothing_behind() -> None:
-    """The unused lease ends with the pool, though its loop is stopped; the task raises."""
+    """The unused lease ends with the pool while its loop is stopped; the task raises."""
     pool, loop = on_h200(), asyncio.new_event_loop()
     taker = stop_before_its_turn(loop, pool)
     assert asyncio.run(pool.aclose(grace=0.0)).abandoned == ()
@@ -286,7 +286,7 @@ def test_a_pool_that_closes_before_the_turn_leaves_nothing_behind() -> None:
 
 
 def test_a_granted_task_counts_as_the_holder() -> None:
-    """A request that can never be granted beside the lease is refused."""
+    """A request that can never fit beside the task's lease is refused."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -310,7 +310,7 @@ def test_a_granted_task_counts_as_the_holder() -> None:
 
 @pytest.mark.parametrize("device", [None, 0])  # one is parked at the end, and one is not
 def test_nothing_is_kept_of_a_task_that_left(device: int | None) -> None:
-    """Tasks, and what they return, are freed at once, without a collection."""
+    """Tasks and their results are freed at once, without a collection."""
 
     async def lease(pool: Pool) -> None:
         async with pool.partition(HALF, device=device):
@@ -335,7 +335,7 @@ def test_nothing_is_kept_of_a_task_that_left(device: int | None) -> None:
 
 @pytest.mark.parametrize("service", [None, "a"])
 def test_work_and_classes_are_decided_on(service: str | None) -> None:
-    """SMs whose work runs are not granted before it is done; classes share by their rules."""
+    """SMs are granted only after their work is done, by the rules of the classes."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a")] if service else []) as pool:
@@ -356,7 +356,7 @@ def test_work_and_classes_are_decided_on(service: str | None) -> None:
 
 
 def test_a_task_on_another_loop_has_a_lease_of_its_own() -> None:
-    """A lease belongs to one loop: a task of another loop is granted a new one."""
+    """A lease belongs to one loop; a task of another loop gets a new one."""
     pool, here, there = on_h200(), asyncio.new_event_loop(), asyncio.new_event_loop()
     first = pool.partition(HALF)
 
@@ -390,7 +390,7 @@ def test_a_task_on_another_loop_has_a_lease_of_its_own() -> None:
 
 @pytest.mark.fault("I10")
 def test_a_deadline_that_passed_while_the_loop_was_blocked_is_kept() -> None:
-    """A loop that had no turn for its tick grants nothing to a request that is late by then."""
+    """After a blocked loop, a request that is late by then is not granted."""
     pool = Pool(driver="simulated:h200")
 
     async def late() -> None:

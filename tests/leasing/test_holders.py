@@ -1,4 +1,4 @@
-"""A holder that keeps others waiting is named, with the place where it took the lease."""
+"""A holder that keeps others waiting is named, with the place that took the lease."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = [ServiceClass("decode", priority=1), ServiceClass("capped", cap=8)]
 
 @pytest.fixture(params=["asyncio", "trio"])
 def warned(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Any:
-    """Run a holder beside a request for 32 SMs, in virtual time; return what was warned of."""
+    """Run a holder beside a request for 32 SMs in virtual time; return the warnings."""
     clock = simulated.VirtualClock()
     driver = simulated.open("h200", clock=clock)
 
@@ -48,7 +48,7 @@ def warned(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> 
 
 
 async def idle_holder(pool: Pool) -> None:
-    """Wait for work on all SMs that are free, without a checkpoint, twice."""
+    """Wait twice for work, on all free SMs and without a checkpoint."""
     async with pool.partition((64, ALL), service="decode") as p:  # named in the warning
         await anyio.sleep(2.5)
         await p.checkpoint()
@@ -56,7 +56,7 @@ async def idle_holder(pool: Pool) -> None:
 
 
 async def stepping_holder(pool: Pool) -> None:
-    """Come to a checkpoint often."""
+    """Reach checkpoints often."""
     async with pool.partition((64, ALL), service="decode") as p:
         for _ in range(40):
             await anyio.sleep(0.1)
@@ -64,14 +64,14 @@ async def stepping_holder(pool: Pool) -> None:
 
 
 async def fixed_holder(pool: Pool) -> None:
-    """Hold a size that no checkpoint changes."""
+    """Hold one size, which no checkpoint changes."""
     async with pool.partition(112, service="decode"):
         await anyio.sleep(4)
 
 
 @pytest.mark.fault("A12")
 def test_an_idle_holder_is_named_once(warned: Any) -> None:
-    """The file and the line are those of its `async with`; after its checkpoint none waits."""
+    """The warning has the file and line of its `async with`."""
     (warning,) = warned(idle_holder)
     line = idle_holder.__code__.co_firstlineno + 2
     assert f"{__file__}:{line} has 124 SMs of device 0" in warning
@@ -80,17 +80,17 @@ def test_an_idle_holder_is_named_once(warned: Any) -> None:
 
 @pytest.mark.parametrize("holder", [stepping_holder, fixed_holder])
 def test_others_are_not_named(warned: Any, holder: Any) -> None:
-    """Not one that comes to checkpoints, nor one of a fixed size, which has nothing to give."""
+    """Holders with checkpoints, and holders of one size, are not named."""
     assert not warned(holder)
 
 
 def test_a_request_that_its_own_class_keeps_waiting_blames_none(warned: Any) -> None:
-    """The cap of its class is what it waits for."""
+    """A request at the cap of its class blames no holder."""
     assert not warned(idle_holder, service="capped")
 
 
 async def forgotten_holder(pool: Pool) -> None:
-    """Hold a size for very long, without any work."""
+    """Hold one size for very long without any work."""
     async with pool.partition(112, service="decode"):
         await anyio.sleep(100)
 
@@ -101,7 +101,7 @@ async def forgotten_holder(pool: Pool) -> None:
 def test_a_lease_that_is_held_very_long_is_named_once(
     notes: bool, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line says where its task waits, and, where that is noted, where it was taken."""
+    """The warning says where its task waits, and where it was taken if that is recorded."""
     clock = simulated.VirtualClock()
     driver = simulated.open("h200", clock=clock)
 
@@ -136,7 +136,7 @@ def test_a_lease_that_is_held_very_long_is_named_once(
 
 
 def test_places_are_told_where_they_are_noted(recwarn: pytest.WarningsRecorder) -> None:
-    """An error of a partition that ended, or was forgotten, says where it was taken."""
+    """Errors of an ended or collected partition say where it was taken."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20", hang_after=1000) as pool:
@@ -157,7 +157,7 @@ def test_places_are_told_where_they_are_noted(recwarn: pytest.WarningsRecorder) 
 def test_a_cancelled_holder_whose_work_goes_on_is_named(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its block was left, but the kernel that it launched still has the SMs."""
+    """Its block has ended, but its kernel still has the SMs."""
     clock = simulated.VirtualClock()
     driver = simulated.open("h200", clock=clock)
 

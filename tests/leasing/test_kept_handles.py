@@ -1,4 +1,4 @@
-"""Streams and green contexts outlive their pool, and the next pool has them."""
+"""Streams and green contexts outlive their pool, and the next pool reuses them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def record_on(driver: SimulatedDriver, address: int) -> None:
 
 
 async def addresses(pool: Pool, *sizes: Any) -> list[int]:
-    """Return the addresses of the streams of partitions of some sizes, together."""
+    """Return the addresses of the streams of concurrent partitions of these sizes."""
     async with pool.partitions(*sizes) as partitions:
         return [p.stream.address for p in partitions]
 
 
 @pytest.fixture
 def driver() -> Any:
-    """A simulated machine, judged at the end: nothing is alive but what is kept."""
+    """Yield a simulated machine, and check that only kept handles are alive at the end."""
     driver = simulated.open("h20")
     driver.initialise()
     yield driver
@@ -64,7 +64,7 @@ def driver() -> Any:
 def test_a_context_that_could_not_be_closed_is_closed_with_its_device(
     driver: SimulatedDriver,
 ) -> None:
-    """It is kept for the next pool, and does not warn, even if nothing else refers to it."""
+    """It is kept for the next pool without a warning, even if nothing references it."""
     device = Device(driver=driver)
     options = ContextOptions(resources=[device.resources.sm])
     context = device.lend_context((False, 1, False), options)
@@ -78,7 +78,7 @@ def test_a_context_that_could_not_be_closed_is_closed_with_its_device(
 
 
 def test_a_library_can_use_a_stream_after_its_pool_has_closed(driver: SimulatedDriver) -> None:
-    """An event is recorded on it between two pools, beside another pool's work, and at the end."""
+    """An event can be recorded on it between pools, beside another pool, and at exit."""
     seen: list[int] = []
 
     async def see(pool: Pool) -> None:
@@ -99,7 +99,7 @@ def test_a_library_can_use_a_stream_after_its_pool_has_closed(driver: SimulatedD
 
 
 def test_the_next_pool_has_the_same_streams(driver: SimulatedDriver) -> None:
-    """The same SMs have the same green context and streams in each pool."""
+    """The same SMs have the same green context and streams in every pool."""
     seen: list[list[int]] = []
 
     async def see(pool: Pool) -> None:
@@ -113,7 +113,7 @@ def test_the_next_pool_has_the_same_streams(driver: SimulatedDriver) -> None:
 
 
 def test_many_pools_take_no_more_device_memory_than_one(driver: SimulatedDriver) -> None:
-    """Beside a library that holds the primary context, which would keep what is lost."""
+    """A library that holds the primary context would keep anything that is lost."""
     driver.set_current(driver.retain_primary(0))
     free: list[int] = []
 
@@ -132,7 +132,7 @@ def test_many_pools_take_no_more_device_memory_than_one(driver: SimulatedDriver)
 def test_the_next_pool_has_an_executor_over_each_kept_context(
     driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the limit of executors is one of green contexts, however many pools were open before."""
+    """So the limit of executors limits green contexts over all pools."""
     one_cell_executors(monkeypatch)
     executors: list[int] = []
 
@@ -150,7 +150,7 @@ def test_the_next_pool_has_an_executor_over_each_kept_context(
 
 @pytest.mark.parametrize("other", [{"granularity": "fine"}, {"workqueues": "balanced"}])
 def test_a_pool_of_other_options_has_other_contexts(other: dict[str, str]) -> None:
-    """SMs of another split, or other work queues, are not those that are kept."""
+    """Pools with another split or other work queues reuse no kept contexts."""
     driver = simulated.open("h20@13.1")
     seen: list[list[int]] = []
 
@@ -165,7 +165,7 @@ def test_a_pool_of_other_options_has_other_contexts(other: dict[str, str]) -> No
 
 
 def test_the_handles_of_a_lost_device_are_not_used_again() -> None:
-    """They are not destroyed, either: no CUDA call is made for them."""
+    """They are neither reused nor destroyed: no CUDA call is made for them."""
     driver = simulated.open("h20", faults=[Crash("spin")])
     in_pool(driver, lambda pool: addresses(pool, 8))
     assert driver.kept.count(0)["green context"]
@@ -182,7 +182,7 @@ def test_the_handles_of_a_lost_device_are_not_used_again() -> None:
 
 
 def test_a_stream_that_is_left_busy_or_capturing_is_not_lent(driver: SimulatedDriver) -> None:
-    """A stream made in a partition's context is kept, too, and lent once it has no work."""
+    """A user's stream in a partition's context is kept, and reused once it has no work."""
 
     async def main() -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
@@ -205,7 +205,7 @@ def test_a_stream_that_is_left_busy_or_capturing_is_not_lent(driver: SimulatedDr
 
 
 def test_a_forked_child_has_nothing_of_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a context nor a split, and what it keeps itself is its own."""
+    """The child has no context or split of the parent, and keeps its own."""
     kept, key = KeptHandles(), (False, 1, False)
     parents, childs = (KeptContext(cast(Any, n), cast(Any, n)) for n in (1, 2))
     kept.put(0, key, parents)

@@ -33,7 +33,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 
 
 def cached(pool: Pool) -> int:
-    """How many leases the pool has cached."""
+    """Return the number of cached leases."""
     return len(pool._manager.cache)
 
 
@@ -47,7 +47,7 @@ def on_h200(**options: object) -> Pool:
 
 
 def test_the_next_request_for_the_same_is_counted() -> None:
-    """Leases that follow each other reuse one grant, and each is counted."""
+    """Successive leases reuse one grant, and each is counted."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -65,7 +65,7 @@ def test_the_next_request_for_the_same_is_counted() -> None:
 
 
 def test_leases_of_several_sizes_are_cached_side_by_side() -> None:
-    """Sizes that fit beside each other are both reused; one that does not fit reclaims them."""
+    """Sizes that fit beside each other are reused; one that does not fit reclaims them."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -82,7 +82,7 @@ def test_leases_of_several_sizes_are_cached_side_by_side() -> None:
 
 
 def test_a_choice_of_devices_counts_cached_sms_as_free() -> None:
-    """With a lease cached on one device, the next size has the device of most free SMs all told."""
+    """Cached SMs count as free when a request's device is chosen."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h20x2") as pool:
@@ -100,7 +100,7 @@ def test_a_choice_of_devices_counts_cached_sms_as_free() -> None:
 
 
 def test_cached_sms_are_free_to_other_requests() -> None:
-    """Statistics, the whole device and another size are as if nothing were cached."""
+    """Statistics and other requests are as if nothing were cached."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -118,7 +118,7 @@ def test_cached_sms_are_free_to_other_requests() -> None:
 
 
 def test_a_left_block_stays_left() -> None:
-    """A left partition is closed, though another holds the same executor by now."""
+    """A partition whose block ended is closed although its executor is in use again."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -143,7 +143,7 @@ def test_a_left_block_stays_left() -> None:
 
 
 def test_queued_requests_go_before_the_cache() -> None:
-    """A queued request is granted what a lease gives back, before its holder has it again."""
+    """A queued request gets returned SMs before their last holder."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -165,7 +165,7 @@ def test_queued_requests_go_before_the_cache() -> None:
 
 
 def test_the_holder_of_a_cached_lease_is_known() -> None:
-    """A task that holds a lease from the cache and asks for what can never come is refused."""
+    """A task with a cached lease gets WouldDeadlock for an impossible request."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -217,7 +217,7 @@ def test_another_loop_asks_the_scheduler() -> None:
 
 
 def test_one_loop_after_the_other() -> None:
-    """A closed loop has cached nothing for the next loop on its thread."""
+    """A closed loop leaves no cached lease for the next loop on its thread."""
     pool = on_h200()
 
     async def first() -> None:
@@ -235,7 +235,7 @@ def test_one_loop_after_the_other() -> None:
 
 
 def test_a_request_outside_of_any_task_asks_the_scheduler() -> None:
-    """Cached leases belong to the tasks of a loop; a callback of it is granted like any other."""
+    """Cached leases belong to tasks; a loop's callback gets a new grant."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -255,7 +255,7 @@ def test_a_request_outside_of_any_task_asks_the_scheduler() -> None:
 
 
 def test_a_class_is_charged_for_each_lease() -> None:
-    """Leases of a class are cached, counted, and charged for the time in which they are held."""
+    """A class's leases are cached, counted, and charged for the time in which they are held."""
     clock = simulated.VirtualClock(seed=1)
 
     async def main() -> None:
@@ -277,7 +277,7 @@ def test_a_class_is_charged_for_each_lease() -> None:
 
 
 def test_a_reserve_is_kept_though_leases_are_cached() -> None:
-    """A request finds the reserves as they are: cached cells are free, and lent to no class."""
+    """Cached cells are free, and count as no loan from a reserve."""
 
     async def main() -> None:
         services = [ServiceClass("a", reserve=64), ServiceClass("b")]
@@ -296,7 +296,7 @@ def test_a_reserve_is_kept_though_leases_are_cached() -> None:
 
 
 def test_a_change_of_classes_reclaims_the_cache() -> None:
-    """Cached leases are reclaimed, and held ones are cached by the new rules."""
+    """Cached leases are reclaimed, and held leases are cached by the new rules."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -322,7 +322,7 @@ def test_a_change_of_classes_reclaims_the_cache() -> None:
     ],
 )
 def test_what_needs_a_decision_is_not_cached(service: ServiceClass) -> None:
-    """A quota, a device that may be split, and an elastic size are decided for each lease."""
+    """Leases with quotas, on devices that may split, or elastic ones, are decided each time."""
 
     async def main() -> None:
         async with on_h200(services=[service]) as pool:
@@ -339,7 +339,7 @@ def test_what_needs_a_decision_is_not_cached(service: ServiceClass) -> None:
 
 @pytest.mark.parametrize("services", [[], [ServiceClass("a")]])
 def test_a_lease_of_a_known_duration_is_not_cached(services: list[ServiceClass]) -> None:
-    """Its duration was given at a checkpoint; a lease without one can be cached."""
+    """A lease whose duration a checkpoint gave is not cached."""
 
     async def main() -> None:
         async with on_h200(services=services) as pool:
@@ -367,7 +367,7 @@ def test_a_fault_reclaims_the_cache() -> None:
 
 
 def leave_work() -> Stream:
-    """Leave a kernel running on a stream of one's own, as a library does."""
+    """Leave a kernel running on a stream of its own, as a library does."""
     call = current_call()
     assert call is not None
     own = Stream(call.stream.context)
@@ -377,7 +377,7 @@ def leave_work() -> Stream:
 
 @pytest.mark.parametrize("use", ["run", "left", "stream", "context", "bind", "feed"])
 def test_a_lease_with_work_left_is_ended(use: str) -> None:
-    """A lease whose end has more to do than to look at its launches is not cached."""
+    """A lease whose end must wait for other work is not cached."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -405,7 +405,7 @@ def test_a_lease_with_work_left_is_ended(use: str) -> None:
 
 
 def test_calls_that_left_nothing_do_not_prevent_caching() -> None:
-    """Calls that have waited for their work, or failed, leave a lease that can as well go on."""
+    """Calls that waited for their work, or failed, do not prevent caching."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -421,7 +421,7 @@ def test_calls_that_left_nothing_do_not_prevent_caching() -> None:
 
 
 def test_what_an_earlier_call_left_says_nothing_of_a_later_one() -> None:
-    """Of two calls in flight, the second leaves work during a first use: its lease is ended."""
+    """A call that leaves work ends its lease, although an earlier call left none."""
 
     async def main() -> None:
         async with on_h200() as pool:
@@ -445,7 +445,7 @@ def test_what_an_earlier_call_left_says_nothing_of_a_later_one() -> None:
 
 
 def test_done_bound_launches_do_not_prevent_caching() -> None:
-    """A lease whose bound launches were awaited is cached; they are closed with its block."""
+    """A lease with awaited bound launches is cached, and its block closes them."""
 
     async def main() -> None:
         async with on_h200(prepare=[fill]) as pool:
@@ -470,7 +470,7 @@ async def pool_empty(pool: Pool) -> Buffer:
 
 
 def test_a_removed_class_is_refused_though_it_was_used_before() -> None:
-    """A request by size and class is parsed once, and again after a change of classes."""
+    """A request is parsed once by size and class, and again after a change of classes."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
@@ -486,7 +486,7 @@ def test_a_removed_class_is_refused_though_it_was_used_before() -> None:
 
 
 def test_a_lease_leaves_nothing_to_the_collector() -> None:
-    """The objects of a lease are freed when it is over: none is in a reference cycle."""
+    """A lease's objects are freed without a collection, because none is in a cycle."""
 
     async def main() -> None:
         async with on_h200(services=[ServiceClass("a", reserve=16)]) as pool:
@@ -510,7 +510,7 @@ def test_a_lease_leaves_nothing_to_the_collector() -> None:
 
 
 def test_the_cache_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no more entries than are in use, though sizes and classes change without end."""
+    """It has no more entries than are in use, although sizes and classes change."""
     monkeypatch.setattr("greensched.leasing.requests.MAX_REUSED", 2)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Opening and closing pools again and again leaves nothing: counts, as memory belongs to malloc."""
+"""Opening and closing many pools leaves no object, thread or file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def descriptors() -> int:
 @pytest.mark.fault("D14", "I12")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_opens_and_closes_leave_nothing(backend: str) -> None:
-    """After 3 and after 9 pools there are as many objects, threads and open files."""
+    """There are as many objects, threads and open files after 3 pools as after 9."""
     driver = simulated.open("h20")
     earlier = set(threading.enumerate())  # other tests' threads need not end while this one runs
 

@@ -1,4 +1,4 @@
-"""Curves of latency against SMs: measured, smoothed, asked, kept, and learning."""
+"""Latency curves: measured, smoothed, queried, saved, and updated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_fewest_sms_within_a_slowdown() -> None:
 
 
 def test_the_fewest_sms_that_meet_a_time() -> None:
-    """`meeting` gives the smallest size in time, and says how fast the largest is if none is."""
+    """`meeting` gives the smallest size in time, or says how fast the largest is."""
     assert curve(STEPPED).meeting(0.0003) == 32
     with pytest.raises(
         greensched.InvalidRequest, match=r"give at least 7\.5e-05, which the largest size"
@@ -43,7 +43,7 @@ def test_the_fewest_sms_that_meet_a_time() -> None:
 
 
 def test_steps_are_marked() -> None:
-    """A size below which it is much slower at once is a step, and one on a flat stretch is none."""
+    """A size below which the latency jumps is a step; a size on a flat part is not."""
     assert curve(STEPPED).steps == (16, 32, 64, 132)
 
 
@@ -52,7 +52,7 @@ def test_steps_are_marked() -> None:
     [{8: [0.1, math.nan, 0.2]}, {8: [math.inf]}, {0: [0.1]}, {8.5: [0.1]}, {8: 0.1}, {8: ["1"]}, 8],
 )
 def test_wrong_numbers_are_in_no_curve(samples: Any, tmp_path: Path) -> None:
-    """Sizes are whole numbers of SMs, durations are finite: in a table, in a file, and learnt."""
+    """Sizes are whole and durations finite, in a table, in a file and when observed."""
     with pytest.raises(InvalidRequest, match="give"):
         LatencyCurve(samples)
     path, known = tmp_path / "curve.json", LatencyCurve({np.int64(8): np.array([0.1])})  # type: ignore[dict-item]
@@ -69,7 +69,7 @@ def test_wrong_numbers_are_in_no_curve(samples: Any, tmp_path: Path) -> None:
 
 
 def test_more_sms_never_take_longer() -> None:
-    """What was measured the other way round is averaged, and the rest stays as it was."""
+    """Durations that rise with the SMs are averaged, and the others stay."""
     smooth = curve({8: 4.0, 16: 1.0, 24: 1.2, 32: 0.5})
     assert [smooth.at(sms) for sms in (8, 16, 24, 32)] == pytest.approx(
         [0.004, 0.0011, 0.0011, 0.0005]
@@ -79,13 +79,13 @@ def test_more_sms_never_take_longer() -> None:
 
 
 def test_the_tail_is_kept_apart() -> None:
-    """Of twenty durations the median is the tenth and the 95th percentile the nineteenth."""
+    """Of twenty durations, the median is the tenth and the 95th percentile the nineteenth."""
     one = LatencyCurve({8: [0.001 * i for i in range(1, 21)]})
     assert (one.at(8), one.p95(8)) == pytest.approx((0.010, 0.019))
 
 
 def test_a_curve_is_kept_as_json(tmp_path: Path) -> None:
-    """A loaded curve equals the saved one; a file without a curve is refused."""
+    """A loaded curve equals the saved one; other files are refused."""
     saved = LatencyCurve({8: [0.004, 0.005], 16: [0.002, 0.004]})
     saved.save(tmp_path / "curve.json")
     loaded = LatencyCurve.load(tmp_path / "curve.json")
@@ -99,13 +99,13 @@ def test_a_curve_is_kept_as_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("samples", [{}, {8: []}, {8: [-1.0]}, {8: [float("inf")]}], ids=repr)
 def test_what_is_no_curve_is_refused(samples: dict[int, list[float]]) -> None:
-    """A curve has at least one size, and each has finite durations."""
+    """A curve needs at least one size with finite durations."""
     with pytest.raises(greensched.InvalidRequest):
         LatencyCurve(samples)
 
 
 def test_it_follows_what_it_sees() -> None:
-    """Durations seen while serving move median and tail to where they are."""
+    """Durations that are observed while serving move median and tail to their values."""
     rng = random.Random(1)
     learning = LatencyCurve({8: [0.010], 16: [0.001]})
     for _ in range(2000):
@@ -122,7 +122,7 @@ async def multiply(p: Partition, n: int) -> None:
 
 
 def test_what_it_learns_is_smooth_at_once() -> None:
-    """After each duration it says what a curve made of the same would: more SMs take no longer."""
+    """After each observation it equals a curve made of the same data."""
     curve = LatencyCurve({8: [4.0], 16: [2.0], 32: [1.0]})
     assert curve.at(16) == 2.0
     for sms, seconds in ((16, 2.5), (32, 6.0), (8, 1.0), (24, 9.0)) * 30:
@@ -136,7 +136,7 @@ def test_what_it_learns_is_smooth_at_once() -> None:
 
 
 def test_so_many_times_the_work_teaches_the_same_curve() -> None:
-    """A batch takes as many times as long as it is large, and one that took longer is learnt."""
+    """A batch takes its multiple of one piece, and its duration updates the curve."""
     curve = LatencyCurve({8: [1.0], 16: [0.5]})
     batch = curve.times(4)
     assert (batch.at(8), batch.at(16)) == (4.0, 2.0)
@@ -149,7 +149,7 @@ def test_so_many_times_the_work_teaches_the_same_curve() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
-    """On a simulated GPU in virtual time, each size is measured, and more SMs are faster."""
+    """On a simulated GPU each size is measured, and more SMs are faster."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
 
@@ -179,7 +179,7 @@ def test_a_pool_measures_a_piece_of_work(backend: str) -> None:
 
 
 def test_a_pool_keeps_its_curves_true() -> None:
-    """What leases of a curve take is seen, and its predictions follow."""
+    """Durations of a curve's leases are observed, and its predictions follow."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
 

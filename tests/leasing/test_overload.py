@@ -1,4 +1,4 @@
-"""Thousands of waiters: no turn of the loop has more than a bounded number of them to serve.
+"""Thousands of waiters: each turn of the loop serves a bounded number.
 
 Turns are counted, never timed: a turn ends where what was scheduled in it runs.
 """
@@ -28,7 +28,7 @@ MANY = 4 * AT_ONCE
 
 
 class Turns:
-    """Count the turns of a loop, and how many tasks ended in each."""
+    """Counts the turns of a loop, and how many tasks ended in each."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -53,7 +53,7 @@ class Turns:
 
 
 async def queue(pool: Pool, turns: Turns, **options: Any) -> list[asyncio.Task[None]]:
-    """Have many tasks wait for SMs that are all held."""
+    """Start many tasks that wait for SMs that are all held."""
 
     async def wait() -> None:
         async with pool.partition(8, **options):
@@ -65,7 +65,7 @@ async def queue(pool: Pool, turns: Turns, **options: Any) -> list[asyncio.Task[N
 
 
 def serve(act: Callable[[Pool, Any], Awaitable[None]], **options: Any) -> Turns:
-    """Have an act done while many wait; return how their tasks ended."""
+    """Call a function while many tasks wait; return how the tasks ended."""
     clock, turns = simulated.VirtualClock(), Turns()
     driver = simulated.open("h20", clock=clock, faults=[Crash("spin")])
 
@@ -108,7 +108,7 @@ async def nothing(_: Pool, __: Any) -> None:
 def test_the_end_of_many_waiters_takes_many_turns(
     act: Callable[..., Awaitable[None]], error: str, options: dict[str, Any]
 ) -> None:
-    """Thousands of tasks are resumed, at most a few hundred in one turn."""
+    """Thousands of tasks are resumed, at most some hundreds in one turn."""
     turns = serve(act, **options)
     assert turns.errors == {error: MANY}
     assert max(turns.ended.values()) <= AT_ONCE
@@ -116,7 +116,7 @@ def test_the_end_of_many_waiters_takes_many_turns(
 
 
 def test_many_tasks_that_await_one_job_take_many_turns() -> None:
-    """A job that thousands await resumes a bounded number of them in a turn."""
+    """A job with thousands of waiters resumes a bounded number in a turn."""
     clock, turns = simulated.VirtualClock(), Turns()
     driver = simulated.open("h20", clock=clock)
 
@@ -137,7 +137,7 @@ def test_many_tasks_that_await_one_job_take_many_turns() -> None:
 
 
 def test_a_closed_loops_waiters_are_taken_over_in_turns() -> None:
-    """Thousands that a loop left in the queue leave it, and the pool goes on at once."""
+    """Thousands of requests of a closed loop leave the queue, and the pool goes on at once."""
     driver = simulated.open("h20")
 
     async def leave(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Processes: a forked child is told, and whatever way a process ends, it ends soon and quietly."""
+"""Forks, exits and other ends of processes: each is reported or quiet, and soon over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ going = threading.Event()
 
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter; one that does not end fails at the test's limit."""
+    """Run a program in a new interpreter; one that does not end fails at the time limit."""
     return subprocess.run(
         [sys.executable, *FLAGS, *flags, "-c", PRELUDE + textwrap.dedent(program)],
         capture_output=True,
@@ -48,7 +48,7 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def quiet(program: str, *flags: str) -> str:
-    """Run a program that must end well and say nothing on stderr; return what it printed."""
+    """Run a program that must succeed with an empty stderr; return its output."""
     done = run(program, *flags)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -153,13 +153,13 @@ ENDS = {
 @pytest.mark.fault("D3", "D4", "C12")
 @pytest.mark.parametrize("left", ENDS)
 def test_the_interpreter_ends_soon_and_quietly(left: str) -> None:
-    """With whatever is left open or at work, exit takes little time and says nothing: code 0."""
+    """Whatever is open or running, the exit is short and silent, with code 0."""
     assert quiet(ENDS[left]) == ""
 
 
 @pytest.mark.fault("D3", "D4")
 def test_the_exit_joins_no_thread() -> None:
-    """Each thread of a pool is a daemon, whatever was used: Python joins all others at the exit."""
+    """Every thread of a pool is a daemon, because Python joins all others at exit."""
     said = quiet(
         """
         async def main():
@@ -187,7 +187,7 @@ def test_the_exit_joins_no_thread() -> None:
 
 @pytest.mark.fault("D3", "D4")
 def test_the_exit_waits_once_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all pools that were left open together, with work that ends its grace before that."""
+    """All open pools share one wait, which their work may end earlier."""
     waits: list[tuple[int, float]] = []
 
     def note(futures: Collection[Future[Any]], limit: float) -> None:
@@ -210,7 +210,7 @@ def test_the_exit_waits_once_for_less_than_a_second(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("left", ["an open pool", "an open lease", "a kernel in flight"])
 def test_what_was_forgotten_is_only_warned_of(left: str) -> None:
-    """Asked for resource warnings, the end of a process gives those and nothing else."""
+    """With resource warnings on, the exit prints those and nothing else."""
     done = run(ENDS[left], "-W", "always::ResourceWarning")
     assert done.returncode == 0
     said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
@@ -218,7 +218,7 @@ def test_what_was_forgotten_is_only_warned_of(left: str) -> None:
 
 
 def test_a_failure_at_the_end_is_shown() -> None:
-    """What a program itself ends with is shown, and nothing of ours beside it."""
+    """The program's own failure is shown, and nothing else."""
     done = run(
         """
         async def main():
@@ -239,7 +239,7 @@ def test_a_failure_at_the_end_is_shown() -> None:
 
 @pytest.mark.fault("D5")
 def test_a_loop_may_close_with_a_pool_open() -> None:
-    """A loop that closes with an open pool, an open lease and work in flight prints nothing."""
+    """A loop that closes with an open pool, lease and work prints nothing."""
     said = quiet(
         """
         import logging
@@ -353,7 +353,7 @@ def test_a_forked_child_is_reported() -> None:
 
 
 def test_a_forked_child_that_leaves_the_block_is_reported() -> None:
-    """The end of a block raises ForkedPool in a child, and takes nothing from the parent."""
+    """The block's end raises ForkedPool in a child and does not affect the parent."""
     said = quiet(
         """
         async def main():
@@ -380,7 +380,7 @@ def test_a_forked_child_that_leaves_the_block_is_reported() -> None:
 
 
 def test_a_forked_child_ends_quietly() -> None:
-    """A child forked with a pool open ends as any program does: soon, quietly, with code 0."""
+    """A child that is forked with an open pool exits soon and silently, with code 0."""
     said = quiet(
         """
         asyncio.run(pool.open())
@@ -396,7 +396,7 @@ def test_a_forked_child_ends_quietly() -> None:
 
 @pytest.mark.fault("D2")
 def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
-    """What is opened in the child itself works there, beside the parent's dead one."""
+    """A pool that the child opens works there."""
     said = quiet(
         IN_A_CHILD
         + textwrap.dedent(
@@ -426,7 +426,7 @@ def test_a_forked_child_may_have_a_pool_of_its_own() -> None:
 
 @pytest.mark.fault("D2")
 def test_a_spawned_process_opens_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A process started with 'spawn' while the parent's pool is open has a pool of its own."""
+    """A process that is spawned while the parent's pool is open opens its own."""
     program = tmp_path_factory.mktemp("spawn") / "program.py"
     program.write_text(
         PRELUDE
@@ -475,7 +475,7 @@ MORE_USES = {
 
 @pytest.mark.fault("D1")
 def test_a_forked_child_is_told_of_everything() -> None:
-    """Buffers, streams, contexts and `open` of the parent raise ForkedPool in a child too."""
+    """The parent's buffers, streams, contexts and `open` raise ForkedPool in a child."""
     uses = "\n        ".join(f"print(in_a_child({use}))" for use in MORE_USES.values())
     said = quiet(
         IN_A_CHILD
@@ -508,7 +508,7 @@ def test_a_forked_child_is_told_of_everything() -> None:
 
 @pytest.mark.fault("D1", "I13")
 def test_a_cached_lease_is_not_granted_in_a_child() -> None:
-    """`partition_nowait` asks the cache of leases first, and in a child that has none."""
+    """`partition_nowait` finds no cached lease in a child."""
     said = quiet(
         IN_A_CHILD
         + textwrap.dedent(
@@ -535,7 +535,7 @@ def test_a_cached_lease_is_not_granted_in_a_child() -> None:
      "pool.aclose()", "greensched.Pool(driver='simulated:h200').open()"],
 )  # fmt: skip
 def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
-    """Whatever lock another thread held at the fork, a child raises and never hangs."""
+    """If another thread held any lock at the fork, the child raises and does not hang."""
     said = quiet(
         IN_A_CHILD
         + textwrap.dedent(
@@ -568,7 +568,7 @@ def test_a_lock_held_while_forking_hangs_no_child(use: str) -> None:
 def test_forks_beside_busy_threads_are_answered(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """While threads of the pool work, a child raises at once, whatever they hold at the fork."""
+    """A child that is forked while pool threads work raises at once."""
     number = rounds(20)
     said = quiet(
         IN_A_CHILD
@@ -604,7 +604,7 @@ def test_forks_beside_busy_threads_are_answered(
 
 @pytest.mark.fault("D4")
 def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
-    """The pool is closed at the exit, and named in a warning."""
+    """The pool is closed at exit, with a warning that names it."""
     done = run("pool.sync.open(); print('end')", "-W", "always::ResourceWarning")
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "was never closed" in done.stderr
@@ -612,7 +612,7 @@ def test_a_program_that_leaves_its_sync_pool_open_ends() -> None:
 
 
 def test_pools_that_a_program_leaves_open_close_at_once() -> None:
-    """Several have one limit: the work of each ends once all are closing, so none gives it up."""
+    """They share one limit and all close together, so that no work is given up."""
     done = run(
         """
         pools = [Pool(driver="simulated:h200") for _ in range(3)]
@@ -659,7 +659,7 @@ LEASE = "pool.sync.partition(16)"
     ],
 )
 def test_a_program_that_leaves_a_sync_lease_open_ends(opening: str, block: str) -> None:
-    """The end of the interpreter waits for no loop, whose thread is stopped by then."""
+    """The exit does not wait for the loop, whose thread has stopped."""
     done = run(LEFT_OPEN.format(opening=opening, block=block), "-W", "always::ResourceWarning")
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "was never closed" in done.stderr
@@ -683,7 +683,7 @@ sys.stdin.read()
 
 @pytest.mark.fault("E6")
 def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A second process's pool is refused, by the GPU's UUID, until the first has ended or died."""
+    """A second process's pool is refused, by the GPU's UUID, until the first process ends."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
@@ -717,7 +717,7 @@ def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_folder_that_is_a_link_is_not_used_for_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another user could have made it, to have this process write elsewhere."""
+    """Another user could have made the link so that this process writes elsewhere."""
     aim = tmp_path / "aim"
     aim.mkdir()
     (tmp_path / f"greensched-{os.geteuid()}").symlink_to(aim)

@@ -21,7 +21,7 @@ ONE = LaunchConfig(grid=1, block=1)
 
 
 class Race:
-    """A pool whose every SM is held, so that requests queue; and what became of each request."""
+    """A pool whose SMs are all held, so that requests queue, and the outcome of each request."""
 
     def __init__(self, driver: simulated.SimulatedDriver) -> None:
         self.driver = driver
@@ -139,7 +139,7 @@ def test_granted_then_cancelled(race: Any) -> None:
 
 @pytest.mark.fault("A2")
 def test_cancelled_then_granted(race: Any) -> None:
-    """Cancelled in the queue and granted before its task runs, a request gives all back."""
+    """A request that is cancelled in the queue, then granted before its task runs, returns all."""
 
     async def script(race: Race) -> None:
         async with anyio.create_task_group() as tasks:
@@ -155,7 +155,7 @@ def test_cancelled_then_granted(race: Any) -> None:
 
 @pytest.mark.parametrize("order", ["granted first", "cancelled first"])
 def test_many_cancelled_as_they_are_granted(race: Any, order: str) -> None:
-    """Of many granted at once every other one is cancelled in that turn: the rest are served."""
+    """Of many grants in one turn every other one is cancelled; the rest are served."""
 
     async def script(race: Race) -> None:
         async with anyio.create_task_group() as tasks:
@@ -175,7 +175,7 @@ def test_many_cancelled_as_they_are_granted(race: Any, order: str) -> None:
 
 
 def test_a_joint_grant_is_given_back_whole(race: Any) -> None:
-    """A request for several partitions, cancelled as it is granted, leaves none of them behind."""
+    """A joint request that is cancelled as it is granted leaves no part behind."""
 
     async def script(race: Race) -> None:
         async def both() -> None:
@@ -197,7 +197,7 @@ def test_a_joint_grant_is_given_back_whole(race: Any) -> None:
 
 
 def test_a_deadline_passes_as_it_is_granted(race: Any) -> None:
-    """Its deadline passes in the turn in which it is granted: one of both happens, never both."""
+    """A request whose deadline passes in the turn of its grant has one outcome."""
 
     async def script(race: Race) -> None:
         pool, driver = race.pool, race.driver
@@ -220,7 +220,7 @@ def test_a_deadline_passes_as_it_is_granted(race: Any) -> None:
 
 
 def test_granted_before_its_deadline_and_heard_after(race: Any) -> None:
-    """A deadline that passes between the grant and the task's next turn means nothing."""
+    """A deadline that passes between the grant and the task's next turn has no effect."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -265,7 +265,7 @@ def test_the_deadline_and_a_cancellation_in_one_turn(race: Any) -> None:
 
 
 def test_cancelled_while_its_executor_is_made(race: Any) -> None:
-    """A request that is cancelled meanwhile held nothing; the next one uses the executor."""
+    """The cancelled request held nothing, and the next one uses the executor."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -292,7 +292,7 @@ def test_cancelled_while_its_executor_is_made(race: Any) -> None:
 
 
 def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
-    """Where `partition_nowait` is refused, no executor is made for it, then or later."""
+    """A refused `partition_nowait` has no executor made, then or later."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -311,7 +311,7 @@ def test_what_does_not_wait_has_nothing_made(race: Any) -> None:
 def test_an_error_in_making_an_executor_is_raised(
     race: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that waits for the executor raises any error; the next one may succeed."""
+    """The request that waits for the executor raises; the next one may succeed."""
 
     def refuse(*_: object) -> None:
         raise MemoryError("no room for it")
@@ -329,7 +329,7 @@ def test_an_error_in_making_an_executor_is_raised(
 
 
 def test_cells_whose_executor_is_made_can_be_granted(race: Any) -> None:
-    """Meanwhile other requests can have the cells, and what comes free first is granted."""
+    """Other requests can have the cells meanwhile, whichever become free first."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -347,7 +347,7 @@ def test_cells_whose_executor_is_made_can_be_granted(race: Any) -> None:
 
 
 def test_several_leave_while_one_executor_is_made(race: Any) -> None:
-    """A grant of cells whose executor is being made for a cancelled request uses that one."""
+    """An executor for a cancelled request serves a later grant of its cells."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -365,7 +365,7 @@ def test_several_leave_while_one_executor_is_made(race: Any) -> None:
 
 
 def test_the_queue_is_closed_as_it_is_cancelled(race: Any) -> None:
-    """Queued requests raise; one that is cancelled in that turn leaves nothing either."""
+    """Queued requests raise, and one that is cancelled in that turn leaves nothing."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -387,7 +387,7 @@ def test_the_queue_is_closed_as_it_is_cancelled(race: Any) -> None:
 
 @pytest.mark.fault("E1")
 def test_two_closings_at_once(race: Any) -> None:
-    """Two tasks that close a pool at once wait for one end, and get one report."""
+    """Two concurrent `aclose` calls wait for one end and return one report."""
 
     async def script(race: Race) -> None:
         reports: list[CloseReport] = []
@@ -411,7 +411,7 @@ def test_two_closings_at_once(race: Any) -> None:
 
 @pytest.mark.fault("E1")
 def test_one_of_two_closings_is_cancelled(race: Any) -> None:
-    """The first closer's cancellation ends the grace, not the closing: the second one returns."""
+    """Cancelling the first `aclose` ends the grace; the second one returns."""
 
     async def script(race: Race) -> None:
         pool, reports, scope = race.pool, list[CloseReport](), anyio.CancelScope()
@@ -439,7 +439,7 @@ def test_one_of_two_closings_is_cancelled(race: Any) -> None:
 
 
 def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
-    """A block whose work ends in the turn in which its waiting is cancelled gives its SMs back."""
+    """A block that is cancelled in the turn in which its work ends returns its SMs."""
 
     async def script(race: Race) -> None:
         pool = race.pool
@@ -466,7 +466,7 @@ def test_the_last_job_is_done_as_its_block_is_cancelled(race: Any) -> None:
 
 
 def test_nowait_in_the_turn_of_a_grant(race: Any) -> None:
-    """partition_nowait never takes what was granted to a task that has not run since."""
+    """`partition_nowait` never takes a grant of a task that has not run since."""
 
     async def script(race: Race) -> None:
         pool = race.pool

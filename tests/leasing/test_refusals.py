@@ -1,4 +1,4 @@
-"""What can never be right is refused where it is said, before anything is queued."""
+"""Arguments that can never be right are refused before anything is queued."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_service_of_the_wrong_kind_is_refused(service: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["nonsense", 5, "f99", ["a"]], ids=repr)
 def test_a_dtype_that_is_none_is_refused(dtype: Any) -> None:
-    """What numpy does not know for a dtype raises InvalidArray, as every other bad dtype."""
+    """An invalid dtype raises InvalidArray."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -96,7 +96,7 @@ def test_a_dtype_that_is_none_is_refused(dtype: Any) -> None:
 
 @pytest.mark.parametrize("shape", [2**63, (2**40, 2**40), 2**64], ids=repr)
 def test_a_shape_beyond_all_memory_fails_its_job(shape: Any) -> None:
-    """A buffer larger than any memory fails with OutOfMemory or is refused, and nothing else."""
+    """A buffer larger than any memory is refused or fails only its job with OutOfMemory."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -111,7 +111,7 @@ def test_a_shape_beyond_all_memory_fails_its_job(shape: Any) -> None:
     "array", [None, [[1, 2], [3]], {}, pytest.param(object(), id="object")], ids=repr
 )
 def test_what_is_no_array_at_all_is_refused(array: Any) -> None:
-    """Uploading what numpy makes no array of raises InvalidArray."""
+    """Uploading an object that numpy cannot convert raises InvalidArray."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -123,7 +123,7 @@ def test_what_is_no_array_at_all_is_refused(array: Any) -> None:
 
 @pytest.mark.parametrize("like", [None, 5, [1.0]], ids=repr)
 def test_empty_like_nothing_is_refused(like: Any) -> None:
-    """empty_like takes a buffer or an array, and refuses the rest with InvalidArray."""
+    """`empty_like` takes a buffer or an array; other objects raise InvalidArray."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -134,7 +134,7 @@ def test_empty_like_nothing_is_refused(like: Any) -> None:
 
 
 def test_run_of_what_cannot_be_called_is_refused() -> None:
-    """What cannot be called is refused where it is submitted."""
+    """An object that is not callable is refused at its submission."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -146,7 +146,7 @@ def test_run_of_what_cannot_be_called_is_refused() -> None:
 
 @pytest.mark.parametrize("grace", [-1, float("nan"), "5", None], ids=repr)
 def test_a_grace_that_is_none_is_refused(grace: Any) -> None:
-    """aclose(grace) is a number of seconds, 0 or more; a wrong one is refused, the pool open."""
+    """`aclose(grace)` takes seconds from 0 on; a wrong value leaves the pool open."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -159,7 +159,7 @@ def test_a_grace_that_is_none_is_refused(grace: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["S0", "V0", (np.float32, 2)], ids=repr)
 def test_a_dtype_without_elements_is_refused(dtype: Any) -> None:
-    """A dtype of no bytes, or that is an array itself, raises InvalidArray."""
+    """A dtype of zero bytes, or a subarray dtype, raises InvalidArray."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -182,13 +182,13 @@ def test_a_dtype_without_elements_is_refused(dtype: Any) -> None:
     ids=repr,
 )
 def test_what_would_only_fail_in_the_queue_is_refused(options: Any) -> None:
-    """A priority that is no number and a policy that is a class are refused with the pool."""
+    """The pool refuses a priority that is not a number, and a policy that is a class."""
     with pytest.raises(greensched.InvalidRequest):
         Pool(driver="simulated:h200", **options)
 
 
 def test_times_beyond_all_time_are_refused() -> None:
-    """A number that no float holds is no time, and closes nothing."""
+    """A number too large for a float is refused as a time, and closes nothing."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -210,7 +210,7 @@ def test_times_beyond_all_time_are_refused() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """Sizes, times and geometry may come out of an array."""
+    """Sizes, times and geometry may be numpy scalars."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -232,7 +232,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_static_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is allowed all that its static part leaves, where both together need asking."""
+    """Static shared memory reduces the dynamic memory that a kernel may ask for."""
     driver = simulated.open("h200")
     static = KernelLimits(1024, 32 * 1024, 0)
     monkeypatch.setattr(driver, "kernel_limits", lambda *_: static)
@@ -274,7 +274,7 @@ def test_blocks_are_entered_with_async_with() -> None:
 
 
 def test_a_partition_of_a_closed_loop_says_so() -> None:
-    """Used on another loop after its own has closed it raises PartitionClosed, and why."""
+    """Using it on another loop raises PartitionClosed with the reason."""
     pool = Pool(driver="simulated:h200")
 
     async def enter() -> greensched.Partition:
@@ -292,7 +292,7 @@ def test_a_partition_of_a_closed_loop_says_so() -> None:
 
 
 def test_statistics_are_json() -> None:
-    """`as_dict` has what `json.dumps` takes, also of classes."""
+    """`as_dict` of statistics and of classes returns what `json.dumps` takes."""
 
     async def main() -> None:
         services = [greensched.ServiceClass("a", reserve=8)]

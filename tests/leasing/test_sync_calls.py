@@ -1,4 +1,4 @@
-"""How calls of `pool.sync` go to its loop."""
+"""How calls of `pool.sync` reach its loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greensched.leasing import sync
 
 
 def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way between threads costs more than a lease: ten calls for a busy loop share one."""
+    """Ten calls for a busy loop share one wake-up, which costs more than a lease."""
     pool = Pool(driver="simulated:h200")
     busy, go = threading.Event(), threading.Event()
 
@@ -45,7 +45,7 @@ def test_calls_that_come_together_wake_the_loop_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_loop_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block raises the reason instead of waiting, and the next one works."""
+    """The block raises the reason, and the next one works."""
     pool = Pool(driver="simulated:h200")
 
     def fail(*_: object, **__: object) -> None:
@@ -60,7 +60,7 @@ def test_a_loop_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_call_of_a_blocking_function_says_what_runs_one() -> None:
-    """`pool.sync.call` awaits what its function returns; other values are refused by name."""
+    """`pool.sync.call` takes functions that return an awaitable, and refuses others."""
     pool = Pool(driver="simulated:h20")
     with pool.sync, pytest.raises(InvalidRequest, match=r"returned 7: .*`p\.run`"):
         pool.sync.call(lambda: 7)  # type: ignore[arg-type,return-value]

@@ -1,4 +1,4 @@
-"""Ctrl-C while `pool.sync` starts or ends something: a cancellation, which leaves nothing open."""
+"""Ctrl-C while `pool.sync` starts or ends: it is a cancellation that leaves nothing open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.interrupts import interrupted_when
 @pytest.mark.fault("D10", "I3")
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1.0])
 def test_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) -> None:
-    """A Ctrl-C while `with pool.sync:` opens, or just after, closes the pool; nothing hangs."""
+    """Ctrl-C during or just after the opening closes the pool."""
     driver = simulated.open("h20")
     with Pool(driver=driver).sync:
         calls = sum(driver.script.calls.values())
@@ -42,7 +42,7 @@ def test_an_interrupt_of_an_opening_leaves_a_closed_pool(share: float) -> None:
 def test_an_interrupt_of_the_end_of_a_loop_is_raised_behind_it(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """A Ctrl-C while the loop's thread is started or joined comes once that is done."""
+    """Ctrl-C while the loop's thread starts or is joined is raised afterwards."""
     pool = Pool(driver="simulated:h20")
     # A shell's background jobs, whose children may run the tests, ignore SIGINT.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The user's code inside decisions: policies, duration curves, and what they raise."""
+"""User code inside decisions: policies, duration curves, and their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ["may_overtake", "class_rank", "size", "at", "observe"]
 
 
 class Own:
-    """A policy and a duration curve that call a hook of the test in one of their methods."""
+    """A policy and a duration curve of which one method calls the test's hook."""
 
     def __init__(self, method: str, hook: Callable[[Any], object]) -> None:
         self.method = method
@@ -64,7 +64,7 @@ async def serve(tasks: list[asyncio.Task[None]]) -> None:
 
 
 class World:
-    """A pool with a policy of the user's, on a loop that goes on after an interrupt."""
+    """A pool with a user's policy, on a loop that continues after an interrupt."""
 
     def __init__(self, own: Own) -> None:
         self.own = own
@@ -85,14 +85,14 @@ class World:
             await p.checkpoint(self.own)
 
     def hold(self) -> None:
-        """Take every SM, by two leases."""
+        """Lease every SM by two leases."""
         for sms in (40, EVERY_SM - 40):
             held = self.pool.partition(sms, service="a", duration=self.own)
             self.run(held.__aenter__())
             self.held.append(held)
 
     def release(self) -> None:
-        """End the first of these leases that is left."""
+        """End the first remaining lease."""
         self.run(self.held.pop(0).__aexit__(None, None, None))
 
     def queue(self) -> list[asyncio.Task[None]]:
@@ -104,7 +104,7 @@ class World:
         return self.run(ask())
 
     def end(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Check that every request was served, and no SM was lost."""
+        """Check that every request was served and no SM was lost."""
         self.own.is_armed = False
         while self.held:
             self.release()
@@ -120,7 +120,7 @@ class World:
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_interrupt_in_a_policy_loses_no_sm(method: str, interrupt: type[BaseException]) -> None:
-    """The decision is completed, all of its grants are delivered, then the interrupt is raised."""
+    """The decision is completed and its grants delivered; then the interrupt is raised."""
 
     def hook(_: Any) -> None:
         raise interrupt
@@ -138,7 +138,7 @@ def test_an_interrupt_in_a_policy_loses_no_sm(method: str, interrupt: type[BaseE
 @pytest.mark.fault("I8")
 @pytest.mark.parametrize("method", ["class_rank", "size", "at"])
 def test_an_interrupt_while_a_request_is_granted_gives_its_sms_back(method: str) -> None:
-    """The caller of a request gets the interrupt of its own decision, and holds nothing then."""
+    """The caller gets the interrupt of its own decision and holds nothing."""
 
     def hook(_: Any) -> None:
         raise KeyboardInterrupt
@@ -158,7 +158,7 @@ def test_an_interrupt_while_a_request_is_granted_gives_its_sms_back(method: str)
 @pytest.mark.fault("I8")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_rank_that_raises_is_counted_as_nothing(error: type[BaseException]) -> None:
-    """Its caller gets what it raised, and counts of requests still add up."""
+    """The caller gets the error, and the counts of requests stay consistent."""
 
     def hook(_: Any) -> None:
         raise error("no rank")
@@ -182,7 +182,7 @@ def test_a_rank_that_raises_is_counted_as_nothing(error: type[BaseException]) ->
 @pytest.mark.fault("I9")
 @pytest.mark.parametrize("method", ["rank", *METHODS])
 def test_a_policy_that_asks_its_pool_gets_a_snapshot(method: str) -> None:
-    """Statistics and `repr` answer inside a decision, and what would change the pool is refused."""
+    """Inside a decision, statistics and `repr` work, and changes of the pool are refused."""
     seen = list[object]()
 
     def hook(view: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_policy_that_asks_its_pool_gets_a_snapshot(method: str) -> None:
 
 @pytest.mark.fault("I9")
 def test_the_sync_pool_is_refused_inside_a_decision() -> None:
-    """A policy cannot wait for `pool.sync`: the loop of that would wait for its decision."""
+    """The loop of `pool.sync` would wait for the decision that waits for it."""
     pool = Pool(driver="simulated:h20")
     with pool.sync:
         with pool._lifecycle.lock, pytest.raises(greensched.InvalidRequest, match="statistics"):
@@ -225,7 +225,7 @@ def test_the_sync_pool_is_refused_inside_a_decision() -> None:
 @pytest.mark.fault("I9")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_log_handler_may_print_the_pool_while_a_policy_fails(method: str) -> None:
-    """The failure is logged once no lock is held: another thread can answer to the handler."""
+    """The failure is logged outside of every lock."""
     printed = list[str]()
 
     class Handler(logging.Handler):
@@ -252,7 +252,7 @@ def test_a_log_handler_may_print_the_pool_while_a_policy_fails(method: str) -> N
 
 @pytest.mark.fault("I9")
 def test_a_view_that_a_policy_keeps_does_not_change() -> None:
-    """What a policy was shown is what was true then."""
+    """A view shows the state at the time of its decision."""
     kept = list[Any]()
     world = World(Own("class_rank", kept.append))
     world.hold()

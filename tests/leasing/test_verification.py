@@ -1,4 +1,4 @@
-"""`pool.verify()`: what it sees, and what it does not let pass."""
+"""`pool.verify()`: what it sees and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greensched.leasing.verification import Verification
 
 
 def verified(gpcs: tuple[int, ...]) -> Verification:
-    """What is seen on a simulated device of such GPCs."""
+    """Verify a simulated device with these GPCs."""
 
     async def main() -> Verification:
         driver = simulated.open([replace(PRESETS["h200"], gpcs=gpcs)])
@@ -37,7 +37,7 @@ def verified(gpcs: tuple[int, ...]) -> Verification:
     ],
 )
 def test_every_device_can_be_verified(gpcs: tuple[int, ...], seen: list[Any]) -> None:
-    """One cell alone, several, and one with what the split left over are all seen apart."""
+    """Single cells, several cells and the remainder are seen apart."""
     found = verified(gpcs).seen
     assert [tuple(len(sms) for sms in sets) for _, sets in found] == seen
 
@@ -55,7 +55,7 @@ def test_every_device_can_be_verified(gpcs: tuple[int, ...], seen: list[Any]) ->
 def test_what_ran_elsewhere_is_not_verified(
     claims: Callable[[tuple[int, ...]], Iterable[int]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel on fewer or more SMs than its partition has, or on another's, is reported."""
+    """A kernel on more, fewer or other SMs than its partition's is reported."""
 
     def claim(launch: Any, seen: Any, _ns: Any) -> None:
         for sm in claims(launch.sms):

@@ -1,4 +1,4 @@
-"""Work that does not end: whose waiters are told, when, and what goes on beside it."""
+"""Work that does not end: which waiters raise, when, and what goes on beside it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def opened(driver: Any, **options: Any) -> Pool:
-    """A pool with a limit, which the test closes; with what its tests launch loaded."""
+    """Open a pool with a limit and loaded kernels; the test closes it."""
     pool = Pool(driver=driver, **{"hang_after": LIMIT, "prepare": [spin, fill, saxpy], **options})
     await pool.open()
     return pool
 
 
 async def hang(pool: Pool, sms: int = 8, **options: Any) -> DeviceHung:
-    """Lease SMs, and wait there for a kernel that hangs."""
+    """Lease SMs, and wait for a kernel that hangs."""
     with pytest.raises(DeviceHung) as told:
         async with pool.partition(sms, **options) as p:
             await p.launch(ONE, spin, 1000)
@@ -62,7 +62,7 @@ async def hang(pool: Pool, sms: int = 8, **options: Any) -> DeviceHung:
 
 @pytest.mark.fault("C9")
 def test_waiters_are_told_at_the_limit(run: Any) -> None:
-    """The waiter of a hung kernel raises at the exact time, with all facts; others are served."""
+    """A hung kernel's waiter raises at the exact time with all facts; others are served."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver, services=[ServiceClass("decode")])
@@ -92,7 +92,7 @@ def test_waiters_are_told_at_the_limit(run: Any) -> None:
 
 
 def test_a_turn_begins_when_the_work_before_it_ends(run: Any) -> None:
-    """Kernels that together take longer than the limit, each less, hang only from the third on."""
+    """Each kernel's limit counts from the end of the one before it."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -121,7 +121,7 @@ def test_a_turn_begins_when_the_work_before_it_ends(run: Any) -> None:
 
 
 def test_a_lease_forgets_the_jobs_of_the_lease_before_it(run: Any) -> None:
-    """An executor holds the names of the jobs of one lease: those of all leases would be 512."""
+    """An executor keeps the names of one lease's jobs, not of all leases."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -136,7 +136,7 @@ def test_a_lease_forgets_the_jobs_of_the_lease_before_it(run: Any) -> None:
 
 
 def test_an_executor_returns_when_its_work_ends(run: Any) -> None:
-    """A kernel that ends late gives its SMs back, and its job has its result after all."""
+    """A kernel that ends late returns its SMs, and its job has its result."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -157,7 +157,7 @@ def test_an_executor_returns_when_its_work_ends(run: Any) -> None:
 
 
 def test_a_partition_can_be_used_again_when_its_work_has_ended(run: Any) -> None:
-    """Inside the block everything is refused while the work hangs, and nothing afterwards."""
+    """While work hangs every use is refused, and afterwards none is."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -190,7 +190,7 @@ def test_a_partition_can_be_used_again_when_its_work_has_ended(run: Any) -> None
 
 
 def test_all_that_stands_behind_it_is_reported(run: Any) -> None:
-    """Copies, calls and done callbacks behind a hung kernel end with it, by their own names."""
+    """Copies, calls and callbacks after a hung kernel fail with it, by name."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -215,7 +215,7 @@ def test_all_that_stands_behind_it_is_reported(run: Any) -> None:
 
 
 def test_a_hung_graph_and_a_hung_bound_launch_are_told(run: Any) -> None:
-    """A graph hangs as a kernel does; bound launches do by the ticket that is behind them."""
+    """A graph hangs like a kernel, a bound launch by the ticket after it."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -240,7 +240,7 @@ def test_a_hung_graph_and_a_hung_bound_launch_are_told(run: Any) -> None:
 
 
 def test_work_of_others_on_its_buffers_is_told_or_refused(run: Any) -> None:
-    """What waits for a hung kernel's buffer hangs with it; from then on such work is refused."""
+    """Work that waits for a hung kernel's buffer hangs too; later work is refused."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -271,7 +271,7 @@ def test_work_of_others_on_its_buffers_is_told_or_refused(run: Any) -> None:
 
 
 def test_work_that_waits_for_others_has_not_its_turn(run: Any) -> None:
-    """A kernel behind much work of another partition does not hang, however long that takes."""
+    """A kernel that waits for another partition's long work does not hang."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -288,7 +288,7 @@ def test_work_that_waits_for_others_has_not_its_turn(run: Any) -> None:
 
 
 def test_a_cancelled_waiter_leaves_a_hung_kernel(run: Any) -> None:
-    """A cancellation comes at once, before the limit and behind it; the log tells all the same."""
+    """A cancellation is immediate, before and after the limit, and the log still reports it."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -312,7 +312,7 @@ def test_a_cancelled_waiter_leaves_a_hung_kernel(run: Any) -> None:
 
 
 def test_a_pool_closes_over_a_hung_executor(run: Any) -> None:
-    """The grace bounds the wait, the report says what hangs, and another device is closed."""
+    """The grace bounds the wait, the report names it, and another device is closed."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -328,7 +328,7 @@ def test_a_pool_closes_over_a_hung_executor(run: Any) -> None:
 
 @pytest.mark.parametrize("of_class", [None, 0.2, 2.0, math.inf])
 def test_a_class_has_its_own_limit(run: Any, of_class: float | None) -> None:
-    """The limit of a class replaces the pool's, to be shorter, longer or none."""
+    """A class's limit replaces the pool's: shorter, longer or none."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver, services=[ServiceClass("own", hang_after=of_class)])
@@ -347,7 +347,7 @@ def test_a_class_has_its_own_limit(run: Any, of_class: float | None) -> None:
 
 
 def test_a_limit_can_come_and_go(run: Any) -> None:
-    """Without any limit nothing is watched; a class that is given one later is, from then on."""
+    """Without a limit nothing is watched, until a class gets one."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver, hang_after=None, services=[ServiceClass("own")])
@@ -366,7 +366,7 @@ def test_a_limit_can_come_and_go(run: Any) -> None:
 
 
 def test_cached_leases_and_groups_have_their_places(run: Any) -> None:
-    """The place is that of the present block, whichever way the lease was taken."""
+    """The place is that of the present block, however the lease was taken."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -384,7 +384,7 @@ def test_cached_leases_and_groups_have_their_places(run: Any) -> None:
 
 
 def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
-    """Where streams do not write tickets, events say that the work has not ended."""
+    """If streams do not write tickets, events show that work has not ended."""
     clock = simulated.VirtualClock()
     without = [greensched.typing.Feature.WRITE_VALUE]
     driver = simulated.open([FOUR_CELLS], clock=clock, faults=[Hang("spin")], without=without)
@@ -400,7 +400,7 @@ def test_events_in_place_of_tickets_tell_of_a_hang_too() -> None:
 
 
 def test_a_waiter_on_another_loop_is_reported() -> None:
-    """A task of another loop that awaits the job raises together with the holder's."""
+    """A task of another loop that awaits the job raises with the holder's."""
     driver = simulated.open([FOUR_CELLS], faults=[Hang("spin")])
 
     async def main() -> None:
@@ -421,7 +421,7 @@ def test_a_waiter_on_another_loop_is_reported() -> None:
 
 
 def test_the_log_has_one_line_for_each_hang(run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """An error when it is found, and a warning when it has ended."""
+    """An error when it is found, and a warning when it ends."""
 
     async def main(driver: Any) -> None:
         pool = await opened(driver)
@@ -445,7 +445,7 @@ def test_the_log_has_one_line_for_each_hang(run: Any, caplog: pytest.LogCaptureF
 def test_the_exit_policy_ends_the_process_once_it_is_reported(
     fault: Fault, policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIGTERM, or an exit with status 74, behind the line in the log; of a lost device, too."""
+    """After the log line: SIGTERM, or exit with status 74; also for a lost device."""
     ends = list[Any]()
 
     def end(*how: int) -> None:
@@ -471,7 +471,7 @@ def test_the_exit_policy_ends_the_process_once_it_is_reported(
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, True, "1", b"", 10**400])
 def test_wrong_limits_are_refused(wrong: Any) -> None:
-    """A limit is a number of seconds above 0, of a pool and of a class."""
+    """A limit of a pool or class must be a number of seconds above 0."""
     with pytest.raises(greensched.InvalidRequest, match="hang_after"):
         Pool(driver="simulated:h200", hang_after=wrong)
     with pytest.raises(greensched.InvalidRequest, match="hang_after"):
@@ -480,7 +480,7 @@ def test_wrong_limits_are_refused(wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "abort", 1])
 def test_wrong_exit_policies_are_refused(wrong: Any) -> None:
-    """An exit policy is one of three words."""
+    """An exit policy must be one of three words."""
     with pytest.raises(greensched.InvalidRequest, match="exit_policy"):
         Pool(driver="simulated:h200", exit_policy=wrong)
 
@@ -489,7 +489,7 @@ def test_wrong_exit_policies_are_refused(wrong: Any) -> None:
 def test_the_hardware_queues_are_those_of_the_environment(
     given: str, queues: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says how many there are, and which executors have work beside the hung one."""
+    """The error has their number, and the executors with work beside the hung one."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     clock = simulated.VirtualClock()
     driver = simulated.open([FOUR_CELLS], clock=clock, faults=[Hang("spin")])
@@ -514,7 +514,7 @@ def test_the_hardware_queues_are_those_of_the_environment(
 
 @pytest.mark.parametrize(("policy", "status"), [("exit", 74), ("terminate", -signal.SIGTERM)])
 def test_a_process_ends_by_its_policy(policy: str, status: int) -> None:
-    """A supervisor sees the exit status, or the signal, and the line in the log."""
+    """A supervisor sees the exit status or signal, and the log line."""
     program = f"""
 import asyncio, greensched
 from greensched.driver import simulated
@@ -538,7 +538,7 @@ asyncio.run(main())
 def test_a_watchdog_that_fails_ends_nothing(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it raises is logged, on trio too, and it looks again."""
+    """Its error is logged, also on trio, and it checks again."""
     look, failures = Watchdog.look, [ValueError("once")]
 
     def failing(self: Watchdog, poller: Any) -> float | None:
