@@ -1,4 +1,4 @@
-"""Bound launches, where other threads use their buffers or end their lease at the same time."""
+"""Bound launches while other threads use their buffers or end their lease."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = LaunchConfig(grid=1, block=8)
 def bound_on_a_partition(
     test: Callable[[BoundLaunch, Buffer, Buffer, Partition], Awaitable[object]],
 ) -> None:
-    """Run a test with a bound launch, the buffers that it uses, and another partition."""
+    """Run a test with a bound launch, its buffers, and another partition."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool:
@@ -45,14 +45,14 @@ def bound_on_a_partition(
 
 
 def is_deferred(bound: BoundLaunch) -> bool:
-    """Launch, and return whether the submit thread did it, ordered by what the buffers know."""
+    """Launch, and return whether the submit thread did it."""
     issued = bound.track.issued
     bound()
     return bound.track.issued > issued
 
 
 def test_a_use_during_the_ordering_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A use that another thread adds while a launch is ordered behind others defers that launch."""
+    """A use that another thread adds while a launch is being ordered defers that launch."""
 
     async def test(bound: BoundLaunch, _: Buffer, __: Buffer, q: Partition) -> None:
         other = q._open_lease().launch_stream
@@ -79,7 +79,7 @@ def test_a_use_during_the_ordering_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
 def test_a_refused_launch_is_ordered_when_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A deferred launch that could not be submitted leaves the uses for the next one."""
+    """A deferred launch that failed leaves its dependencies to the next one."""
 
     def refuse(*_: object, **__: object) -> None:
         raise InvalidRequest("a stream is capturing")
@@ -102,7 +102,7 @@ def test_a_refused_launch_is_ordered_when_it_is_tried_again(
 def test_a_buffer_closed_behind_its_check_is_refused_by_the_next_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A buffer that another thread closes while a launch checks the others is not launched on."""
+    """A buffer that is closed while a launch checks others is not used later."""
 
     async def test(bound: BoundLaunch, x: Buffer, y: Buffer, _: Partition) -> None:
         check = Buffer.check
@@ -123,7 +123,7 @@ def test_a_buffer_closed_behind_its_check_is_refused_by_the_next_launch(
 
 
 def test_a_launch_closed_while_it_moves_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound launch that a device fault closes at a checkpoint launches nothing any more."""
+    """A bound launch that a device fault closes at a checkpoint stays closed."""
 
     async def test(bound: BoundLaunch, *_: object) -> None:
         with_stream = PreparedLaunch.with_stream
@@ -142,7 +142,7 @@ def test_a_launch_closed_while_it_moves_stays_closed(monkeypatch: pytest.MonkeyP
 
 
 def test_no_other_thread_may_launch() -> None:
-    """A bound launch is its loop's thread's, with a ticket and without one."""
+    """A bound launch may be called on its loop's thread only."""
 
     async def test(bound: BoundLaunch, *_: object) -> None:
         for launch in (bound, bound.submit):
@@ -154,7 +154,7 @@ def test_no_other_thread_may_launch() -> None:
 
 
 def test_an_executor_keeps_few_prepared_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each geometry of a kernel is prepared; past the most, those before are forgotten."""
+    """Each geometry of a kernel is prepared, and the oldest are dropped beyond a limit."""
     monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 3)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""What stands around a call of `p.run`: other libraries' state, the SMs it has, its time."""
+"""The context of a call of `p.run`: other libraries' state, its SMs, its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = LaunchConfig(grid=16, block=1024)
 
 @pytest.fixture
 def hooks() -> Iterator[list[Any]]:
-    """The hooks: none but the test's, and put back afterwards."""
+    """Provide an empty list of hooks, and restore the previous one."""
     before = call_context.hooks.copy()
     call_context.hooks.clear()
     yield call_context.hooks
@@ -34,7 +34,7 @@ def hooks() -> Iterator[list[Any]]:
 
 
 def run(main: Callable[..., Any], spec: str = "h200@13.0") -> list[Span]:
-    """On virtual time; what happened on the device."""
+    """Run on virtual time, and return what happened on the device."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open(spec, clock=clock)
     spans: list[Span] = []
@@ -45,7 +45,7 @@ def run(main: Callable[..., Any], spec: str = "h200@13.0") -> list[Span]:
 
 
 def test_a_call_knows_the_sms_it_has(hooks: list[Any]) -> None:
-    """In a call, and only there, the code is told where it runs; two calls are told apart."""
+    """Only in a call can code ask for its SMs, and two calls differ."""
     seen: dict[str, CallContext | None] = {}
 
     def look(name: str) -> None:
@@ -75,7 +75,7 @@ def test_a_call_knows_the_sms_it_has(hooks: list[Any]) -> None:
 
 
 def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
-    """A hook is asked on the caller's thread, and what it returns calls the function."""
+    """A hook runs on the caller's thread, and its result wraps the call."""
     steps: list[tuple[str, int]] = []
 
     def hook(call: CallContext, given: Sequence[object]) -> Any:
@@ -102,7 +102,7 @@ def test_a_library_stands_around_every_call(hooks: list[Any]) -> None:
 
 
 def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> None:
-    """Each call is told its own SMs, whatever the one before it left current on its thread."""
+    """Each call sees its own SMs, whatever the previous one left current."""
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partitions(16, 32) as (p, q):
@@ -126,7 +126,7 @@ def test_what_a_call_leaves_current_is_not_the_next_ones(hooks: list[Any]) -> No
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_call_may_run_a_loop_of_its_own(backend: str) -> None:
-    """Its context says of which library the caller's loop is; on its own thread none runs."""
+    """On its own thread no loop runs, so a call may start one."""
 
     async def answer() -> int:
         await anyio.sleep(0)
@@ -141,7 +141,7 @@ def test_a_call_may_run_a_loop_of_its_own(backend: str) -> None:
 
 
 def test_a_fault_that_a_call_meets_poisons_it() -> None:
-    """Also where the call swallows what its own stream told it; the pool knows at once."""
+    """The pool knows of a fault at once, even if the call ignores it."""
 
     async def main() -> None:
         async with Pool(driver=driver) as pool:
@@ -166,7 +166,7 @@ def test_a_fault_that_a_call_meets_poisons_it() -> None:
 
 
 def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: list[Any]) -> None:
-    """The arguments of such a call are kept until its stream is done, not until it returns."""
+    """With a hook, the call's arguments are kept until its stream is done."""
 
     class Thing:
         pass
@@ -197,7 +197,7 @@ def test_what_a_hook_is_concerned_with_lives_until_the_stream_is_done(hooks: lis
 
 
 def test_a_hook_that_fails_refuses_the_call(hooks: list[Any]) -> None:
-    """What a hook raises is raised by `p.run`; nothing was submitted, and nothing waits for it."""
+    """`p.run` raises the hook's error, and nothing is submitted."""
 
     def hook(call: CallContext, given: Sequence[object]) -> Any:
         raise KeyError(given)
@@ -216,7 +216,7 @@ def test_a_hook_that_fails_refuses_the_call(hooks: list[Any]) -> None:
 
 
 def test_a_calls_cost_takes_its_sms() -> None:
-    """A call with a cost takes what that takes on the SMs of its partition, as a kernel does."""
+    """A call with a cost takes time on its partition's SMs, like a kernel."""
     work = Cost(sm_ns=16e6)
     took: dict[int, float] = {}
 
@@ -235,7 +235,7 @@ def test_a_calls_cost_takes_its_sms() -> None:
 
 
 def test_a_calls_cost_comes_behind_what_was_submitted() -> None:
-    """It begins when the kernels before it are done, and is counted by the call's own arguments."""
+    """It begins after earlier kernels, and depends on the call's arguments."""
 
     @cost(lambda tokens: Cost(sm_ns=8e6 * tokens))
     def model(tokens: int) -> int:
@@ -259,5 +259,5 @@ def test_a_calls_cost_comes_behind_what_was_submitted() -> None:
 
 
 def test_a_cost_is_nothing_elsewhere() -> None:
-    """Off a simulated driver's threads a callable with a cost is called as it is."""
+    """Outside of a simulated driver's threads, a callable with a cost is simply called."""
     assert cost(Cost(sm_ns=1e18))(abs)(-2) == 2

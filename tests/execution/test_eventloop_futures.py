@@ -1,4 +1,4 @@
-"""What a task of asyncio awaits while the device works: a future that has it go on at once."""
+"""What asyncio tasks await for device work: a future that resumes its task at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOPS = ["asyncio", "uvloop"] if sys.platform != "win32" else ["asyncio"]
 def python_tasks(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **kwargs: Any
 ) -> asyncio.Task[Any]:
-    """Tasks of asyncio's own Python, which ask more of what they await than those in C."""
+    """Use asyncio's Python tasks, which check what they await more strictly than those in C."""
     return asyncio.tasks._PyTask(coroutine, loop=loop, **kwargs)  # type: ignore[attr-defined]
 
 
@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def looking() -> CompletionPoller:
-    """The running loop's, of no pool."""
+    """Return the running loop's poller, of no pool."""
     return CompletionPoller(current_adapter(), simulated.open([DEVICE]), lambda: 0.0)
 
 
@@ -63,7 +63,7 @@ async def waiting(waiter: Awaitable[None], log: list[str], name: str = "it") -> 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) -> None:
-    """It does before that look ends; in debug mode by a turn of its own, to be seen."""
+    """The task runs within the poll; in debug mode in a turn of its own."""
 
     async def main() -> list[str]:
         completion, log = looking(), list[str]()
@@ -88,7 +88,7 @@ def test_a_task_goes_on_where_it_is_found(run: Callable[..., Any], debug: bool) 
 
 
 def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
-    """There `current_task()` and the context variables are the task's, not the resumer's."""
+    """`current_task()` and context variables are the resumed task's."""
     variable: ContextVar[str] = ContextVar("variable", default="unset")
 
     async def main() -> None:
@@ -117,7 +117,7 @@ def test_it_goes_on_as_the_task_it_is(run: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("how", ["wake", "resume"])
 def test_a_task_woken_before_it_waits_does_not_wait(run: Callable[..., Any], how: str) -> None:
-    """A wake that comes first is not lost, by whichever way."""
+    """A wake-up before the wait is not lost."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -131,7 +131,7 @@ def test_a_task_woken_before_it_waits_does_not_wait(run: Callable[..., Any], how
 
 @pytest.mark.parametrize("messages", [(), ("enough",)])
 def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: Any) -> None:
-    """It is cancelled in the next turn, with its message, and resuming it then does nothing."""
+    """It is cancelled in the next turn with its message; a later wake-up has no effect."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -149,7 +149,7 @@ def test_a_cancelled_task_goes_on_cancelled(run: Callable[..., Any], messages: A
 
 
 def test_a_cancelled_task_leaves_nothing_with_its_waiter(run: Callable[..., Any]) -> None:
-    """It may be kept until the work is done; the task's context is not."""
+    """The waiter may stay until the work is done, without the task's context."""
 
     class Thing:
         """Of a request, say."""
@@ -173,7 +173,7 @@ def test_a_cancelled_task_leaves_nothing_with_its_waiter(run: Callable[..., Any]
 
 
 def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
-    """It is called in a copy of the one in which it was added, as a future's is."""
+    """A callback runs in a copy of the context in which it was added, as with a future."""
 
     async def main() -> list[Any]:
         adapter, found = current_adapter(), list[Any]()
@@ -188,7 +188,7 @@ def test_a_callback_needs_no_context(run: Callable[..., Any]) -> None:
 
 
 def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., Any]) -> None:
-    """A task that cancelled itself does not wait to be resumed."""
+    """A task that cancelled itself does not wait."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -207,7 +207,7 @@ def test_a_cancellation_before_the_first_wait_arrives_there(run: Callable[..., A
 
 
 def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> None:
-    """A task that was woken, and is cancelled before it had a turn, is cancelled."""
+    """A task that is woken and then cancelled before its turn is cancelled."""
 
     async def main() -> list[str]:
         adapter, log = current_adapter(), list[str]()
@@ -225,7 +225,7 @@ def test_a_cancellation_behind_a_wake_is_not_lost(run: Callable[..., Any]) -> No
 
 @pytest.mark.fault("A6")
 def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
-    """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait that nothing else ends."""
+    """`asyncio.timeout`, `wait_for` and anyio's scopes end a wait without a wake-up."""
 
     async def main() -> None:
         adapter = current_adapter()
@@ -243,7 +243,7 @@ def test_scopes_and_timeouts_end_the_wait(run: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_task_that_ends_the_loop_keeps_no_other_waiting(kind: str) -> None:
-    """`SystemExit` of one task leaves the loop at once; the task behind it still goes on."""
+    """After SystemExit of one task, the next woken task still goes on."""
     log: list[str] = []
 
     async def leave(waiter: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""Jobs where asyncio takes a future, and their done callbacks on asyncio and trio."""
+"""Jobs in asyncio's functions for futures, and their done callbacks on asyncio and trio."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fail() -> None:
 
 
 def test_asyncio_wait_takes_jobs() -> None:
-    """The jobs themselves are in its sets; a timeout leaves no callback behind."""
+    """`asyncio.wait` returns the jobs themselves, and a timeout leaves no callback."""
 
     async def main() -> None:
         async with partition() as p:
@@ -56,7 +56,7 @@ def test_asyncio_wait_takes_jobs() -> None:
 
 
 def test_asyncio_wait_ends_with_the_first_failure() -> None:
-    """A failed job ends it, and its failure is retrieved by `exception`."""
+    """A failed job ends the wait, and `exception` retrieves its failure."""
 
     async def main() -> None:
         async with partition() as p, partition() as q:
@@ -74,7 +74,7 @@ def test_asyncio_wait_ends_with_the_first_failure() -> None:
 
 
 def test_asyncio_takes_jobs_as_awaitables() -> None:
-    """`gather`, `as_completed`, `ensure_future`, `wait_for` and `shield` give their results."""
+    """`gather`, `as_completed`, `ensure_future`, `wait_for` and `shield` take jobs."""
 
     async def main() -> None:
         async with partition() as p:
@@ -113,7 +113,7 @@ def test_jobs_are_awaited_on_another_loop() -> None:
 
 @BACKENDS
 def test_callbacks_run_on_the_loop(backend: str) -> None:
-    """Each is called once, in order, on the loop's thread, in a copy of the context."""
+    """Each is called once, in order, on the loop's thread, in a copy of its context."""
 
     async def main() -> None:
         async with partition() as p:
@@ -144,7 +144,7 @@ def test_callbacks_run_on_the_loop(backend: str) -> None:
 
 @BACKENDS
 def test_a_removed_callback_is_not_called(backend: str) -> None:
-    """Every occurrence of it goes; the others stay."""
+    """All occurrences of the callback are removed, and the others stay."""
 
     async def main() -> None:
         async with partition() as p:
@@ -189,7 +189,7 @@ def test_what_a_callback_raises_is_logged(backend: str, caplog: pytest.LogCaptur
 
 @BACKENDS
 def test_a_callback_hears_of_a_lost_device(backend: str) -> None:
-    """A job that is never done because its device failed is done, with that as its exception."""
+    """A job that a lost device cannot end is done with that exception."""
 
     async def main() -> None:
         driver = simulated.open("h200", faults=[simulated.Crash("spin")])
@@ -209,7 +209,7 @@ def test_a_callback_hears_of_a_lost_device(backend: str) -> None:
 
 
 def test_a_thread_without_a_loop_cannot_add_one() -> None:
-    """It is told so; the job is not affected."""
+    """It raises, and the job is not affected."""
 
     async def main() -> None:
         async with partition() as p:

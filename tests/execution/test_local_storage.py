@@ -1,4 +1,4 @@
-"""Values kept with an executor that ends otherwise than with an idle pool."""
+"""Objects that are kept with an executor whose end is not that of an idle pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = LaunchConfig(grid=16, block=32)
 
 
 class Thing:
-    """Counts how often it is closed."""
+    """An object that counts its `close` calls."""
 
     closed = 0
 
@@ -29,7 +29,7 @@ class Thing:
 async def test_what_may_not_be_touched_is_not_closed(
     sim_pool: SimPool, fault: simulated.Fault
 ) -> None:
-    """After a device fault, and beside a kernel that hangs, nothing that uses CUDA is called."""
+    """After a fault, or beside a hung kernel, no object that uses CUDA is closed."""
     thing = Thing()
     pool = sim_pool(faults=[fault])
     await pool.open()
@@ -43,7 +43,7 @@ async def test_what_may_not_be_touched_is_not_closed(
 
 
 def test_unused_locals_cost_no_thread() -> None:
-    """Closing a pool starts no thread for executors that keep nothing."""
+    """Closing a pool starts no thread for executors without objects."""
     started: list[str] = []
     driver = simulated.open()
     start = driver.start_thread

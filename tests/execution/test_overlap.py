@@ -1,4 +1,4 @@
-"""The trace of a feed: the next array is copied while the kernel on the one before it runs."""
+"""In a feed, the next array is copied while the kernel on the current one runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 2 * CHUNK // 4
 @pytest.mark.parametrize("awaited", [True, False], ids=["awaited", "left"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_next_copy_runs_beside_the_kernel(backend: str, awaited: bool) -> None:
-    """By the device's clock, on a stream of its own and on no SM; the kernels never wait for it."""
+    """Copies have their own stream and use no SM, and kernels never wait for them."""
     clock = simulated.VirtualClock(seed=1)
     driver = simulated.open("h200", clock=clock)
     spans: list[Span] = []

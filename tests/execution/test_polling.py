@@ -1,4 +1,4 @@
-"""The policy of polling, without a loop: it never hangs, never burns a core, and checks in time."""
+"""The polling policy without a loop: it never hangs or spins without end, and checks in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ polls = st.lists(
 
 
 class Loop:
-    """A loop that does what the policy says, on a clock of its own."""
+    """A loop with its own clock that does what the policy says."""
 
     def __init__(self, budget: float = BUDGET) -> None:
         self.now = 1.0
@@ -54,7 +54,7 @@ class Loop:
         self.last = Action(0.0)
 
     def poll(self, turn: float = IDLE, **facts: Any) -> Action:
-        """Poll after a turn of some length, and after the delay of the last action."""
+        """Poll after a turn of some length and after the last action's delay."""
         immediate = self.last.delay == 0.0
         self.now += turn + (self.last.delay or 0.0)
         known = dict.fromkeys(("progressed", "on_device", "outstanding", "threads_busy"), False)
@@ -67,7 +67,7 @@ class Loop:
 
 @given(polls)
 def test_outstanding_work_is_always_polled_again(steps: list[dict[str, Any]]) -> None:
-    """With work outstanding the next poll is at most 50 ms away; with none there is none."""
+    """With outstanding work the next poll is at most 50 ms away; without, there is none."""
     loop = Loop()
     for step in steps:
         action = loop.poll(**step)
@@ -80,7 +80,7 @@ def test_outstanding_work_is_always_polled_again(steps: list[dict[str, Any]]) ->
 
 @given(polls)
 def test_failures_are_checked_in_time(steps: list[dict[str, Any]]) -> None:
-    """A poll later than 50 ms after the last check asks the driver, however busy the loop is."""
+    """A poll 50 ms after the last check queries the driver, however busy the loop is."""
     loop = Loop()
     checked = loop.now
     for step in steps:
@@ -93,7 +93,7 @@ def test_failures_are_checked_in_time(steps: list[dict[str, Any]]) -> None:
 
 @given(polls)
 def test_the_gil_is_yielded_once_in_a_millisecond(steps: list[dict[str, Any]]) -> None:
-    """It is yielded while a thread has work to do, and then once in each interval."""
+    """The GIL is yielded while a thread has work, once in each interval."""
     loop = Loop()
     yielded = 0.0
     for step in steps:
@@ -106,7 +106,7 @@ def test_the_gil_is_yielded_once_in_a_millisecond(steps: list[dict[str, Any]]) -
 
 @given(st.floats(0, 1e-3), st.integers(1, 20))
 def test_an_idle_loop_spins_no_longer_than_its_budget(budget: float, restarts: int) -> None:
-    """Without progress an idle loop goes to sleep once the budget is spent, after each wait."""
+    """Without progress, an idle loop sleeps once its budget is spent."""
     loop = Loop(budget)
     for _ in range(restarts):
         loop.policy.wait_began()
@@ -118,7 +118,7 @@ def test_an_idle_loop_spins_no_longer_than_its_budget(budget: float, restarts: i
 
 
 def test_a_busy_loop_polls_in_each_turn() -> None:
-    """Its turns cost nothing, so they do not count against the budget."""
+    """A busy loop's turns do not count against the budget."""
     loop = Loop()
     for _ in range(1000):
         action = loop.poll(BUSY, on_device=True, outstanding=True)
@@ -127,7 +127,7 @@ def test_a_busy_loop_polls_in_each_turn() -> None:
 
 
 def test_progress_renews_the_budget() -> None:
-    """A loop that sees tickets reached in time never sleeps."""
+    """A loop that sees progress in time never sleeps."""
     loop = Loop()
     for turn in range(1000):
         action = loop.poll(progressed=turn % 5 == 0, on_device=True, outstanding=True)
@@ -135,7 +135,7 @@ def test_progress_renews_the_budget() -> None:
 
 
 def test_the_safety_poll_backs_off() -> None:
-    """It comes after 1 ms, later the longer nothing has happened, and at once after progress."""
+    """It comes after 1 ms, later without progress, and at once after progress."""
     loop = Loop()
     delays = [loop.poll(outstanding=True).delay or 0.0 for _ in range(60)]
     assert delays[0] == SAFETY_S
@@ -145,7 +145,7 @@ def test_the_safety_poll_backs_off() -> None:
 
 
 def test_a_loop_beside_a_thread_alternates() -> None:
-    """An idle loop polls behind each pause once, and sleeps; a busy one pauses a millisecond."""
+    """An idle loop polls once after each pause and sleeps; a busy one pauses 1 ms."""
     idle = Loop()
     idle.poll(threads_busy=True)
     assert idle.last.sleep
@@ -160,7 +160,7 @@ def test_a_loop_beside_a_thread_alternates() -> None:
 def test_a_poll_that_fails_is_tried_again(
     backend: str, is_kicked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waits for the device then waits a little longer, and the failure is logged."""
+    """Waiters wait a little longer, and the failure is logged."""
     poll, failures = CompletionPoller._poll, iter([ZeroDivisionError("of the test")])
 
     def failing(poller: CompletionPoller) -> bool:
@@ -187,7 +187,7 @@ def test_a_poll_that_fails_is_tried_again(
 def test_a_callback_that_fails_stops_no_other(
     is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those after it are called; it is logged, or its device is lost if it shows that."""
+    """Later callbacks are called; the error is logged, or shows a lost device."""
     called = list[str]()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""A copy between devices holds both of them until it is done, and frees all it took if it fails."""
+"""A staged copy between devices holds both until it is done, and frees everything if it fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = np.arange(3 * CHUNK // 4, dtype=np.float32)
 
 @pytest.mark.parametrize("pair", ["h20x2", "h20+h200"])
 def test_a_pool_closed_over_a_copy_leaves_both_devices(pair: str) -> None:
-    """Memory that another device still works on is not ended: it is reported, as that device is."""
+    """Memory that another device still uses is not freed; both are reported."""
     driver = simulated.open(pair)
 
     async def main() -> None:
@@ -54,7 +54,7 @@ def test_a_pool_closed_over_a_copy_leaves_both_devices(pair: str) -> None:
     ],
 )
 def test_a_failed_copy_leaves_nothing(pair: str, verb: str) -> None:
-    """Whatever the driver refuses fails that job alone; the next one works, and all is ended."""
+    """Whatever the driver refuses fails only that job, and everything is freed."""
     driver = simulated.open(pair)
 
     async def main() -> None:
@@ -78,7 +78,7 @@ def test_a_failed_copy_leaves_nothing(pair: str, verb: str) -> None:
 
 
 def test_staging_that_does_not_fit_says_how_much_there_is() -> None:
-    """Out of pinned memory: asked, free and there in all; the partition goes on."""
+    """OutOfMemory has the requested, free and total pinned bytes; the partition goes on."""
     driver = simulated.open("h20")
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Loops in several threads share a pool: nothing lost, nothing granted twice, closed loops too."""
+"""Loops in several threads share a pool: nothing is lost, and nothing is granted twice."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SEED = 20261130
 
 
 class Left(Exception):
-    """A holder leaves with a kernel in flight."""
+    """The error by which a holder leaves with a kernel in flight."""
 
 
 class Account:
-    """Which SMs are held at this moment, by what the holders' own streams can use."""
+    """The SMs that are held now, by the streams of the holders."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class Account:
             self.ended[loop] += 1
 
     def forget(self, loop: str) -> None:
-        """A loop is about to be closed: what it holds is for others from then on."""
+        """Note that a closing loop's SMs are available to others."""
         with self._lock:
             for p in [p for p, (whose, _) in self._held.items() if whose == loop]:
                 self._union &= ~self._held.pop(p)[1]
@@ -79,7 +79,7 @@ class Account:
 
 
 def sms_of(p: Partition) -> int:
-    """The SMs a partition's stream has, as the driver has them: a bit mask."""
+    """Return the SMs of a partition's stream, from the driver, as a bit mask."""
     return p._open_lease().launch_stream.stream.handle.sms  # type: ignore[attr-defined,no-any-return]
 
 
@@ -125,7 +125,7 @@ class Doomed:
         self._tasks: list[asyncio.Task[None]] = []
 
     def run(self) -> None:
-        """What its thread does."""
+        """Run on the thread."""
         loop = asyncio.new_event_loop()
         loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending!"
         loop.run_until_complete(self._main())
@@ -149,7 +149,7 @@ class Doomed:
         self.in_flight = sum(not job.done() for job in jobs)
 
     def collect(self) -> None:
-        """Its tasks go, as garbage does: they say nothing."""
+        """Drop the tasks as the collector does, silently."""
         self._tasks.clear()
         self._held.clear()
         gc.collect()
@@ -172,7 +172,7 @@ class Doomed:
 
 
 def overlaps(spans: list[Span]) -> int:
-    """Pairs of kernels of different green contexts on a common SM at the same time."""
+    """Return pairs of kernels of different green contexts that shared an SM at one time."""
     found, running = 0, list[Span]()
     for span in sorted((s for s in spans if s.kind == "kernel"), key=lambda s: s.start):
         running = [r for r in running if r.end > span.start]
@@ -184,7 +184,7 @@ def overlaps(spans: list[Span]) -> int:
 @pytest.mark.fault("B10", "D7")
 @pytest.mark.parametrize(("survivor", "leases"), [("asyncio", 10_000), ("trio", 2_000)])
 def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) -> None:
-    """Over 10,000 leases by two loops, one closed in the middle, no SM is lost or granted twice."""
+    """In 10,000 leases by two loops, one of which closes, no SM is lost or granted twice."""
     driver = simulated.open("h200")
     spans: list[Span] = []
     driver.on_span(spans.append)
@@ -234,7 +234,7 @@ def test_two_loops_share_a_pool_and_one_is_closed(survivor: str, leases: int) ->
 @pytest.mark.fault("D6")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_one_loop_after_another(backend: str) -> None:
-    """A pool outlives the loop that opened it: the next one goes on with all its SMs."""
+    """A pool outlives the loop that opened it, and the next loop has all its SMs."""
     driver = simulated.open("h200")
     pool = Pool(driver=driver)
 
@@ -269,7 +269,7 @@ def in_thread(main: Callable[[], Awaitable[Any]], **options: Any) -> threading.T
 
 @pytest.mark.fault("D7")
 def test_each_loop_hears_on_its_own_thread() -> None:
-    """Grants, results and the pool's end reach every loop on its own thread: asyncio checks."""
+    """Grants, results and the pool's end reach every loop on its own thread."""
     pool, each = Pool(driver="simulated:h200"), 40
     debug = {"backend_options": {"debug": True}}
     served, refused = Counter[int](), list[int]()
@@ -301,7 +301,7 @@ def test_each_loop_hears_on_its_own_thread() -> None:
 
 
 def test_opened_and_closed_by_two_loops_at_once() -> None:
-    """Loops that open a pool together, and close it together, all see the same one and its end."""
+    """Loops that open and close a pool together see one opening and one end."""
     driver = simulated.open("h200")
     pool, meet, reports = Pool(driver=driver), threading.Barrier(3), []
 
@@ -323,7 +323,7 @@ def test_opened_and_closed_by_two_loops_at_once() -> None:
 
 
 def test_closing_waits_for_another_loops_lease() -> None:
-    """Aclose on one loop waits, within its grace, for what a second loop in a thread still does."""
+    """`aclose` on one loop waits, within its grace, for another loop's work."""
     pool, held, go = Pool(driver="simulated:h200"), threading.Event(), threading.Event()
     told: list[str] = []
 
@@ -353,7 +353,7 @@ def test_closing_waits_for_another_loops_lease() -> None:
 
 
 def test_a_job_may_be_awaited_on_another_loop() -> None:
-    """A job's result, and its failure, reach each task that awaits it, on any loop."""
+    """A job's result and its failure reach every waiting task, on any loop."""
     pool, results = Pool(driver="simulated:h200"), list[Any]()
 
     async def main() -> None:
@@ -378,7 +378,7 @@ def test_a_job_may_be_awaited_on_another_loop() -> None:
 
 
 def test_buffers_keep_their_order_across_loops() -> None:
-    """What a partition of one loop wrote is read by one of another loop behind the write."""
+    """A reader on another loop's partition sees earlier writes."""
     pool = Pool(driver="simulated:h200")
     shared: list[greensched.Buffer] = []
     reading, done = threading.Event(), list[float]()
@@ -407,7 +407,7 @@ def test_buffers_keep_their_order_across_loops() -> None:
 
 
 def test_without_a_loop_waiting_is_refused() -> None:
-    """Asking for SMs or awaiting a job on a thread without a loop raises, and takes nothing."""
+    """Requests and awaits on a thread without a loop raise, and take nothing."""
     pool, refused = Pool(driver="simulated:h200"), list[str]()
 
     async def main() -> None:
@@ -439,7 +439,7 @@ def test_without_a_loop_waiting_is_refused() -> None:
 
 
 def test_a_green_context_is_current_on_one_thread_only() -> None:
-    """Entering a partition's context where it is current on another thread raises, and says so."""
+    """Entering a context that is current on another thread raises."""
     refused: list[str] = []
 
     async def main() -> None:
@@ -470,7 +470,7 @@ def test_a_green_context_is_current_on_one_thread_only() -> None:
 
 @pytest.mark.parametrize("use", ["launch", "upload", "run", "ready"])
 def test_a_partition_is_for_its_own_thread(use: str) -> None:
-    """A partition used on another thread than its loop's raises WrongThread, and names it."""
+    """A partition on another thread than its loop's raises WrongThread with its name."""
     said: list[BaseException | None] = []
 
     async def main() -> None:
@@ -500,7 +500,7 @@ def test_a_partition_is_for_its_own_thread(use: str) -> None:
 
 
 def test_a_thread_of_ours_may_meet_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another thread is importing trio, driver calls and waiting do not stumble over it."""
+    """Driver calls and waits work while another thread imports trio."""
     driver = simulated.open("h200")
 
     def use() -> None:
@@ -572,7 +572,7 @@ def test_a_green_context_is_current_on_one_thread_at_a_time() -> None:
 
 
 def test_too_many_calls_in_flight_are_refused() -> None:
-    """A call never waits for room: the refusal says what to wait for, and then there is room."""
+    """A call never waits for room: the error says what to await."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:

@@ -1,4 +1,4 @@
-"""The pytest plugin, by pytest runs of its own: what a user's suite sees."""
+"""The pytest plugin, by pytest runs of its own: what a user's test suite sees."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS = ("randomly", "timeout", "xdist", "cacheprovider", "hypothesispytest")
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A suite as a user has it, with warnings as errors."""
+    """A user's test suite, with warnings as errors."""
     pytester.makeini(
         "[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n"
     )
@@ -75,13 +75,13 @@ async def test_an_hour(sim_gpu, sim_pool):
 
 @pytest.mark.parametrize("mark", ["", "@pytest.mark.asyncio", "@pytest.mark.anyio"])
 def test_an_async_test_runs_on_virtual_time(suite: pytest.Pytester, mark: str) -> None:
-    """An hour costs nothing, whether the test is marked for a plugin of async tests or not."""
+    """An hour takes no time, whether or not the test is marked for an async plugin."""
     backends = 2 if "anyio" in mark else 1  # anyio's own: asyncio and trio
     run(suite, HOUR.format(mark=mark, sleep="anyio.sleep"), passed=backends)
 
 
 def test_the_auto_modes_of_others_change_nothing(suite: pytest.Pytester) -> None:
-    """Where another plugin takes all async tests, those of ours still run on virtual time."""
+    """If another plugin runs all async tests, ours still run on virtual time."""
     source = HOUR.format(mark="", sleep="asyncio.sleep")
     run(suite, source, "-o", "asyncio_mode=auto", passed=1)
 
@@ -133,7 +133,7 @@ async def test_it(sim_gpu, pool):
 
 
 def test_a_plain_test_runs_a_program_on_either_loop(suite: pytest.Pytester) -> None:
-    """`sim_gpu.run` runs an async function on the clock, on asyncio and on trio."""
+    """`sim_gpu.run` runs an async function on asyncio or trio."""
     run(
         suite,
         """
@@ -154,7 +154,7 @@ def test_it(sim_gpu, sim_pool, backend):
 
 
 def test_the_gpu_is_as_large_as_was_asked(suite: pytest.Pytester) -> None:
-    """`sms=` is how many SMs there are, cut as on a real one; nonsense is refused."""
+    """`sms=` sets the number of SMs, split as on a real GPU; invalid numbers are refused."""
     run(
         suite,
         """
@@ -177,7 +177,7 @@ def test_nonsense(sim_pool, sms):
 
 
 def test_faults_and_options_arrive(suite: pytest.Pytester) -> None:
-    """What shall go wrong goes wrong, and other arguments are the pool's."""
+    """Requested faults happen, and other arguments reach the pool."""
     run(
         suite,
         """
@@ -214,7 +214,7 @@ async def two(pool, gpu):
 
 
 def test_what_ran_where_is_asserted(suite: pytest.Pytester) -> None:
-    """Which kernel ran, how often, on how many and which SMs, beside what, and until when."""
+    """Assertions see which kernel ran, how often, on which SMs, with what, and until when."""
     run(
         suite,
         TWO
@@ -246,7 +246,7 @@ WRONG = {
 
 
 def test_what_did_not_run_so_fails(suite: pytest.Pytester) -> None:
-    """Each assertion fails where it is wrong, and lists what ran where, how often and when."""
+    """A false assertion fails, and lists what ran where, how often and when."""
     cases = "\n".join(
         f"""
 async def test_{number}(sim_gpu, sim_pool):
@@ -296,7 +296,7 @@ LEAKS = {
 
 @pytest.mark.parametrize("kind", LEAKS)
 def test_what_a_test_leaves_fails_it(suite: pytest.Pytester, kind: str) -> None:
-    """A lease, a pool or an object that outlives its test is an error that says which."""
+    """A lease, pool or object that outlives its test is an error that names it."""
     body, said = LEAKS[kind]
     source = f"async def test_it(sim_gpu, sim_pool):\n{body}\n"
     result = run(suite, source, "-W", "ignore::ResourceWarning", apart=True, passed=1, errors=1)
@@ -304,7 +304,7 @@ def test_what_a_test_leaves_fails_it(suite: pytest.Pytester, kind: str) -> None:
 
 
 def test_a_failed_test_shows_what_held_which_sms(suite: pytest.Pytester) -> None:
-    """Its report has the SMs by time, with the holders; that of a test without a lease has none."""
+    """Its report has the SMs by time with their holders, if there was a lease."""
     source = """
 async def test_it(sim_pool):
     async with sim_pool(sms=32) as pool:
@@ -333,7 +333,7 @@ async def test_nothing(sim_pool):
 
 
 def test_a_failed_test_is_one_failure(suite: pytest.Pytester) -> None:
-    """A test that failed is not blamed for what its traceback keeps alive as well."""
+    """A failed test is not also blamed for what its traceback keeps alive."""
     run(
         suite,
         """
@@ -347,7 +347,7 @@ async def test_it(sim_pool):
 
 
 def test_what_must_be_left_is_no_leak(suite: pytest.Pytester) -> None:
-    """After a device fault, or over a kernel that hangs, greensched ends nothing, and may not."""
+    """Objects that greensched may not end, after a fault or a hang, are not leaks."""
     run(
         suite,
         """
@@ -368,7 +368,7 @@ async def test_a_hang(sim_pool):
 
 
 def test_one_tests_leak_is_no_other_tests(suite: pytest.Pytester) -> None:
-    """The test behind one that left a pool open has a GPU of its own, and passes."""
+    """The test after one with an open pool has its own GPU, and passes."""
     run(
         suite,
         """
@@ -389,7 +389,7 @@ async def test_next(sim_pool):
 
 
 def test_an_unused_plugin_loads_nothing(tmp_path: Path) -> None:
-    """A suite that asks for none of its fixtures has nothing of greensched but the plugin."""
+    """A suite without its fixtures loads only the plugin's module."""
     (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
     program = """
 import json, sys, pytest

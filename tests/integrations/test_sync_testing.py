@@ -10,7 +10,7 @@ from greensched.integrations.testing import SimGPU, SimPool
 
 
 def test_a_plain_test_is_on_virtual_time(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
-    """The loop behind `pool.sync` runs on the simulated driver's clock: an hour takes no time."""
+    """The loop of `pool.sync` runs on the simulated clock, so an hour takes no time."""
     pool = sim_pool()
     with pool.sync, pool.sync.partition(16) as p:
         assert p.run(cost(3600)(abs), -1) == 1
@@ -18,7 +18,7 @@ def test_a_plain_test_is_on_virtual_time(sim_gpu: SimGPU, sim_pool: SimPool) -> 
 
 
 def test_in_a_forked_child(sim_pool: SimPool) -> None:
-    """Where the pool is the parent's, and the loop's thread is not there, nothing waits for it."""
+    """In a child without the loop's thread, nothing waits for it."""
     pool = sim_pool()
     pool.sync.open()
     state, pool._manager.state = pool._manager.state, type(pool.state).FORKED

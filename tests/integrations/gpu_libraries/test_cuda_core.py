@@ -1,4 +1,4 @@
-"""cuda.core's objects where ours are taken, on the CUDA driver or the stand-in."""
+"""cuda.core's objects as arguments of ours, on the CUDA driver or the stand-in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONES = np.ones(64, np.float32)
 
 
 def test_a_buffer_of_theirs_is_memory(cuda_pool: Pool) -> None:
-    """It is a kernel's argument and each end of a copy, behind a stream of theirs that is named."""
+    """A cuda.core buffer is a kernel's argument and each end of a copy, after its stream."""
 
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:
@@ -45,7 +45,7 @@ def test_a_buffer_of_theirs_is_memory(cuda_pool: Pool) -> None:
 
 
 def test_a_partition_is_a_stream_of_theirs(cuda_pool: Pool) -> None:
-    """cuda.core takes a partition for its stream, and one of its streams can be followed."""
+    """cuda.core takes a partition as its stream, and a partition can follow its streams."""
 
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:
@@ -68,7 +68,7 @@ def test_a_partition_is_a_stream_of_theirs(cuda_pool: Pool) -> None:
 
 
 def test_a_device_of_theirs_is_one_of_ours(cuda_pool: Pool) -> None:
-    """`Device` and `Pool(devices=...)` take a device that says which it is."""
+    """`Device` and `Pool(devices=...)` take a cuda.core device."""
 
     async def main() -> None:
         async with Pool(driver="cuda", devices=[core.Device(0)]) as pool:
@@ -81,7 +81,7 @@ def test_a_device_of_theirs_is_one_of_ours(cuda_pool: Pool) -> None:
 
 
 def test_their_code_becomes_a_program(cuda_pool: Pool) -> None:
-    """A cubin of theirs is launched as a program of ours; what says nothing of a device is not."""
+    """A cuda.core cubin becomes a Program; code without a device is refused."""
     from greensched.integrations import cuda_core
 
     pointer = Parameter("out", "u4", pointer=True)

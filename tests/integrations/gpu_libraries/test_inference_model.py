@@ -1,4 +1,4 @@
-"""The inference server's model in torch on the CPU: passes of all kinds give the same tokens."""
+"""The inference server's model in torch on the CPU: all kinds of passes give the same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = [[SEED.randrange(90) for _ in range(length)] for length in (5, 17, 30)
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[ModuleType]:
-    """The example's module; its modules have plain names."""
+    """Load the example's module; its modules have plain names."""
     sys.path.insert(0, str(EXAMPLE))
     try:
         found = importlib.import_module("model")
@@ -39,7 +39,7 @@ def model() -> Iterator[ModuleType]:
 
 
 def passes_agree(made: Any, module: ModuleType) -> None:
-    """Check decode steps and fused chunks against reading all anew for each token."""
+    """Check decode steps and fused chunks against reading the whole text for each token."""
     piece, batch = module.Piece, module.Batch
     graphs, fused = made.all_graphs(), made.fused_graphs(16)
 
@@ -82,7 +82,7 @@ def test_passes_of_all_kinds_agree(model: ModuleType) -> None:
 
 
 def test_a_temperature_draws_tokens(model: ModuleType) -> None:
-    """At 0 the token is always the same; higher, others come, also in decode steps."""
+    """At temperature 0 the token is always the same; above, tokens differ."""
     graphs = model.load(device="cpu", **TINY).all_graphs()
     kinds = {}
     for temperature in (0.0, 5.0):
@@ -98,7 +98,7 @@ def test_a_temperature_draws_tokens(model: ModuleType) -> None:
 
 
 def save(folder: Path, kind: str, **more: Any) -> str:
-    """Write a tiny model of a type of transformers, with random weights."""
+    """Save a tiny transformers model with random weights."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
         kind, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
@@ -133,7 +133,7 @@ def test_a_model_of_hugging_face_is_served(model: ModuleType, kind: str, tmp_pat
 def test_an_attention_of_another_kind_is_refused(
     model: ModuleType, kind: str, more: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    """What would be left out is said, instead of other tokens."""
+    """The error names what the engine would ignore."""
     made = model.load(save(tmp_path, kind, **more), device="cpu", **SIZES)
     with pytest.raises(ValueError, match=named):
         made.all_graphs().compute(model.Batch(pieces=[model.Piece(0, [1, 2], 0, True)]))

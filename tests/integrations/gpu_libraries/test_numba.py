@@ -16,7 +16,7 @@ ONES = np.ones(64, np.float32)
 
 
 def test_its_arrays_are_ours(cuda_pool: Pool) -> None:
-    """A device array is an argument and each end of a copy, in order by the stream it names."""
+    """A numba device array is an argument and each end of a copy, after its stream."""
 
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:
@@ -36,7 +36,7 @@ def test_its_arrays_are_ours(cuda_pool: Pool) -> None:
 
 
 def test_it_copies_on_a_partitions_stream(cuda_pool: Pool) -> None:
-    """In the block, and in a call, what it is given the stream for is the partition's work."""
+    """Copies of numba with the partition's stream are the partition's work."""
 
     def call() -> list[float]:
         with gs_numba.on() as stream:

@@ -1,4 +1,4 @@
-"""torch without a GPU: on the CPU beside a simulated one, by the same program."""
+"""torch without a GPU: on the CPU beside a simulated device, by the same program."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_program_of_the_readme_runs() -> None:
 
 
 def test_a_model_runs_in_a_partition() -> None:
-    """`p.run` of a torch model gives what the model gives, with gradients, and takes its cost."""
+    """`p.run` returns what the model returns, with gradients, and takes its cost."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     x = torch.randn(4, 8)
@@ -86,7 +86,7 @@ def test_a_model_runs_in_a_partition() -> None:
 
 
 def test_tensors_go_to_the_device_and_back() -> None:
-    """A CPU tensor is uploaded, copied into a buffer, and is where a download goes, by numpy."""
+    """CPU tensors can be uploaded, copied into a buffer, and filled by a download."""
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(8) as p:
@@ -107,7 +107,7 @@ def test_tensors_go_to_the_device_and_back() -> None:
 
 
 def test_blocks_leave_torch_as_it_is_where_the_gpu_is_simulated() -> None:
-    """`current` and `take` are blocks like any other there; a stream for torch there is none."""
+    """`current` and `take` are blocks as usual, but there is no stream for torch."""
 
     async def main(driver: Any) -> None:
         async with Pool(driver=driver) as pool, pool.partition(16) as p:
@@ -127,7 +127,7 @@ def test_blocks_leave_torch_as_it_is_where_the_gpu_is_simulated() -> None:
 
 
 def test_a_library_is_told_how_many_sms_there_are() -> None:
-    """In a call `sized` sets what sizes the library's grids, and restores it, error or not."""
+    """In a call, `sized` sets a library's SM count, and restores it after errors, too."""
     told: list[int] = []
     deep_gemm = types.SimpleNamespace(get_num_sms=lambda: 132, set_num_sms=told.append)
 
@@ -151,7 +151,7 @@ def test_a_library_is_told_how_many_sms_there_are() -> None:
 
 
 def test_torch_takes_what_a_capsule_of_ours_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our capsules are what torch reads: told that the memory is the host's, it sees the values."""
+    """PyTorch reads our DLPack capsules, here as host memory, with the right values."""
     from greensched.device import dlpack
 
     array = np.arange(6, dtype=np.float32)
@@ -181,7 +181,7 @@ def test_torch_takes_what_a_capsule_of_ours_says(monkeypatch: pytest.MonkeyPatch
 
 
 class FakeCuda:
-    """torch.cuda as far as the integration goes: a current stream for each thread, and a log."""
+    """What the integration uses of torch.cuda: a current stream for each thread, and a log."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -220,7 +220,7 @@ class FakeCuda:
 
 
 class FakeTensor:
-    """A tensor on the GPU, which says what stream it was recorded on."""
+    """A tensor on the GPU that notes the streams on which it was recorded."""
 
     is_cuda = True
 

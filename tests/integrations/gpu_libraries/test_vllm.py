@@ -27,7 +27,7 @@ def recipe() -> ModuleType:
 
 
 def test_the_engine_has_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its hook on the worker's thread is in the partition; others have the rest; all ends."""
+    """After its hook, the worker's thread is in the partition, and others have the other SMs."""
     monkeypatch.setenv("GREENSCHED_DRIVER", "simulated:h200")
     extension = recipe().Partitioned
     worker = type("Worker", (extension,), {"device": torch.device("cuda", 0)})()

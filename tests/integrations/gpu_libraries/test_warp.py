@@ -15,7 +15,7 @@ ONES = np.ones(64, np.float32)
 
 
 def test_its_arrays_are_ours_and_ours_its(cuda_pool: Pool) -> None:
-    """An array of Warp's is each end of a copy, by DLPack; a partition's stream is Warp's."""
+    """A Warp array is each end of a copy, and Warp runs on a partition's stream."""
 
     async def main() -> None:
         async with cuda_pool as pool, pool.partition(8) as p:

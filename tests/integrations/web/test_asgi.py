@@ -65,7 +65,7 @@ def fastapi_app(pool: Pool, endpoint: Endpoint) -> ASGIApp:
 
 
 def fastapi_app_with_others(pool: Pool, endpoint: Endpoint) -> ASGIApp:
-    """As most applications are: with middleware written as a function, inside and outside ours."""
+    """Return an application with function middleware inside and outside of ours."""
     app = FastAPI(lifespan=asgi.lifespan(pool))
 
     async def passes(request: Request, call_next: Any) -> Any:
@@ -93,7 +93,7 @@ def make_app(request: pytest.FixtureRequest) -> Callable[[Pool, Endpoint], ASGIA
 
 
 async def spin_for_10_ms(request: Request) -> Response:
-    """An endpoint as users write it."""
+    """Run a kernel of 10 ms, as a user's endpoint does."""
     async with asgi.while_connected(request), request.state.pool.partition(ALL, deadline=1) as p:
         await p.launch(CONFIG, spin, 10 * MS)
     return PlainTextResponse("done")
@@ -101,7 +101,7 @@ async def spin_for_10_ms(request: Request) -> Response:
 
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of an application that has been started; it is stopped behind the block."""
+    """Start an application and yield a client of it."""
     async with app.router.lifespan_context(app) as state:  # type: ignore[attr-defined]
 
         async def with_state(scope: Any, receive: Any, send: Any) -> None:
@@ -120,7 +120,7 @@ def status(sent: list[Message]) -> int:
 
 
 async def test_it_answers(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> None:
-    """Requests are served one after another on the pool that the lifespan opened and closes."""
+    """Requests are served one by one on the pool that the lifespan opens and closes."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client:
         answers = await asyncio.gather(*(client.get("/answer") for _ in range(5)))
@@ -132,7 +132,7 @@ async def test_it_answers(sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any) -> 
 
 @pytest.mark.fault("B8")
 async def test_a_full_queue_is_429(sim_pool: SimPool, make_app: Any) -> None:
-    """A full queue is 429 with whole seconds to retry after; the other requests are served."""
+    """A full queue is 429 with `Retry-After` in whole seconds; other requests are served."""
     async with serving(make_app(sim_pool(max_waiting=2), spin_for_10_ms)) as client:
         answers = await asyncio.gather(*(client.get("/answer") for _ in range(5)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
@@ -143,7 +143,7 @@ async def test_a_full_queue_is_429(sim_pool: SimPool, make_app: Any) -> None:
 
 
 async def test_a_deadline_that_passes_is_504(sim_pool: SimPool, make_app: Any) -> None:
-    """A request without SMs at its deadline fails when it passes."""
+    """A request without SMs at its deadline gets 504 then."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client, pool.partition(ALL):
         answer = await asyncio.create_task(client.get("/answer"))
@@ -154,7 +154,7 @@ async def test_a_deadline_that_passes_is_504(sim_pool: SimPool, make_app: Any) -
 async def test_a_request_that_would_be_late_is_503(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
-    """A request that would miss its deadline fails at once, and says when to retry."""
+    """A request that would miss its deadline gets 503 at once, with `Retry-After`."""
 
     async def endpoint(request: Request) -> Response:
         async with request.state.pool.partition(ALL, deadline=2, duration=1.5) as p:
@@ -171,7 +171,7 @@ async def test_a_request_that_would_be_late_is_503(
 
 
 async def test_a_closed_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
-    """While the pool is drained, queued and new requests both fail with 503."""
+    """While the pool drains, queued and new requests get 503."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client:
         async with pool.partition(ALL):
@@ -185,7 +185,7 @@ async def test_a_closed_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
 
 
 async def test_a_poisoned_pool_is_503(sim_pool: SimPool, make_app: Any) -> None:
-    """The request with the faulting kernel and later ones both say that the GPU is unusable."""
+    """The request with the faulting kernel and all later ones say that the GPU is unusable."""
     async with serving(make_app(sim_pool(faults=[Crash("spin")]), spin_for_10_ms)) as client:
         for _ in range(2):
             answer = await client.get("/answer")
@@ -211,7 +211,7 @@ RAISED = {
 
 @pytest.mark.parametrize("kind", RAISED)
 async def test_what_is_answered(sim_pool: SimPool, make_app: Any, kind: str) -> None:
-    """What a pool refuses has its status, also in groups; all else is a failure of the program."""
+    """Each refusal of a pool has its status, also in a group; other errors are 500."""
     make, wanted = RAISED[kind]
 
     async def endpoint(_: Request) -> Response:
@@ -224,7 +224,7 @@ async def test_what_is_answered(sim_pool: SimPool, make_app: Any, kind: str) -> 
 async def test_the_body_and_the_header_agree(
     sim_pool: SimPool, make_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both say when to retry in whole seconds, rounded up."""
+    """Both have `retry_after` in whole seconds, rounded up."""
     monkeypatch.setattr(random, "uniform", lambda least, _: least)
 
     async def endpoint(_: Request) -> Response:
@@ -238,7 +238,7 @@ async def test_the_body_and_the_header_agree(
 
 @pytest.mark.fault("B14")
 async def test_clients_refused_together_return_apart(sim_pool: SimPool, make_app: Any) -> None:
-    """Retry-After is spread over twice the time that a client is to wait, and is never less."""
+    """Retry-After is spread over twice the least time, and is never less."""
 
     async def endpoint(_: Request) -> Response:
         raise greensched.QueueFull(3, 100.0)
@@ -250,7 +250,7 @@ async def test_clients_refused_together_return_apart(sim_pool: SimPool, make_app
 
 
 async def test_an_error_behind_the_first_byte_is_raised(sim_pool: SimPool, make_app: Any) -> None:
-    """Once a response has begun its status is out: the server hears of the error itself."""
+    """Once a response has begun, the server gets the error itself."""
 
     async def body() -> AsyncGenerator[bytes]:
         yield b"begun"
@@ -269,7 +269,7 @@ async def test_an_error_behind_the_first_byte_is_raised(sim_pool: SimPool, make_
 
 
 async def test_a_client_that_leaves_the_queue(sim_pool: SimPool, make_app: Any) -> None:
-    """Its place is free at once, and nothing of it runs."""
+    """A client that leaves the queue frees its place at once, and none of its work runs."""
     pool, leaves = sim_pool(), anyio.Event()
     async with serving(app := make_app(pool, spin_for_10_ms)), pool.partition(ALL):
         request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
@@ -284,7 +284,7 @@ async def test_a_client_that_leaves_the_queue(sim_pool: SimPool, make_app: Any) 
 async def test_a_client_that_leaves_its_kernel(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
-    """Its request ends at once; its SMs are free when the running kernel has ended, not later."""
+    """The request ends at once, and its SMs are free when the running kernel ends."""
     pool, leaves = sim_pool(), anyio.Event()
     async with serving(app := make_app(pool, spin_for_10_ms)):
         request = asyncio.create_task(call(app, "/answer", pool=pool, leaves=leaves))
@@ -302,7 +302,7 @@ async def test_a_client_that_leaves_its_kernel(
 def test_on_either_kind_of_loop(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any, backend: Any
 ) -> None:
-    """A server may run on trio: answers, refusals and clients that leave are the same."""
+    """On trio, answers, refusals and disconnects are the same."""
     pool = sim_pool(max_waiting=0)
     app, statuses = make_app(pool, spin_for_10_ms), []
 
@@ -329,7 +329,7 @@ def test_on_either_kind_of_loop(
 async def test_clients_that_leave_at_random(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any, seed: int
 ) -> None:
-    """Of 60 clients that leave when they like, each frees its SMs within its kernel's remainder."""
+    """Of 60 clients that leave at random, each frees its SMs when its kernel ends."""
     pool, rng = sim_pool(max_waiting=60), random.Random(seed)
 
     async def endpoint(request: Request) -> Response:
@@ -403,7 +403,7 @@ async def test_twice_the_capacity(sim_gpu: SimGPU, sim_pool: SimPool, make_app: 
 
 
 async def test_a_connected_client_is_not_disturbed(sim_pool: SimPool, make_app: Any) -> None:
-    """What the block gives and raises comes out as it is; what is behind it is not cancelled."""
+    """The block's value and errors pass unchanged, and later code is not cancelled."""
     done: list[str] = []
 
     async def after() -> None:
@@ -425,7 +425,7 @@ async def test_a_connected_client_is_not_disturbed(sim_pool: SimPool, make_app: 
 
 
 async def test_a_block_of_a_client_that_has_left(sim_pool: SimPool) -> None:
-    """An earlier disconnect is noticed at the first wait; what ended before is not undone."""
+    """An earlier disconnect cancels the first wait; finished work is not undone."""
     leaves = anyio.Event()
     leaves.set()
     seen: list[str] = []
@@ -451,14 +451,14 @@ async def test_a_block_of_a_client_that_has_left(sim_pool: SimPool) -> None:
 
 
 async def probes(client: httpx.AsyncClient) -> tuple[int, int]:
-    """What /healthz and /readyz say."""
+    """Return the answers of /healthz and /readyz."""
     healthz, readyz = [await client.get(path) for path in ("/healthz", "/readyz")]
     return healthz.status_code, readyz.status_code
 
 
 @pytest.mark.fault("E2")
 async def test_probes_follow_the_pool(sim_pool: SimPool, make_app: Any) -> None:
-    """Ready while it grants; closing and closed is not ready, and no reason to restart."""
+    """It is ready while it grants; a closing or closed pool is not ready, but healthy."""
     pool = sim_pool()
     async with serving(make_app(pool, spin_for_10_ms)) as client:
         assert await probes(client) == (200, 200)
@@ -476,7 +476,7 @@ async def test_probes_follow_the_pool(sim_pool: SimPool, make_app: Any) -> None:
 async def test_a_fault_of_a_job_is_seen_within_a_second(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
-    """A kernel that faults turns both probes red, also where its client has left long ago."""
+    """A kernel that faults turns both probes red, even if its client left long ago."""
     leaves = anyio.Event()
     pool = sim_pool(faults=[Crash("spin")])
     async with serving(app := make_app(pool, spin_for_10_ms)) as client:
@@ -494,7 +494,7 @@ async def test_a_fault_of_a_job_is_seen_within_a_second(
 async def test_work_that_hangs_is_said_by_the_probes(
     sms: int, sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
-    """Readiness says that some SMs are lost to it, and is red once all are; a job is answered."""
+    """Readiness reports lost SMs, and is red once all are lost; the job is answered."""
 
     async def endpoint(request: Request) -> Response:
         async with request.state.pool.partition(sms) as p:
@@ -513,7 +513,7 @@ async def test_work_that_hangs_is_said_by_the_probes(
 
 @pytest.mark.fault("E2")
 async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> None:
-    """A device that fails while nothing of the pool runs there turns both probes red at once."""
+    """A device that fails while idle turns both probes red at once."""
     driver = sim_gpu.open("h200x2")
     async with serving(make_app(Pool(driver=driver), spin_for_10_ms)) as client:
         assert await probes(client) == (200, 200)
@@ -526,7 +526,7 @@ async def test_a_gpu_that_dies_idle_is_seen(sim_gpu: SimGPU, make_app: Any) -> N
 
 @pytest.mark.fault("I15")
 async def test_a_driver_call_that_fails_is_no_lost_device(sim_gpu: SimGPU, make_app: Any) -> None:
-    """A pool whose device does not answer as it should is not ready, and healthy all the same."""
+    """A pool whose device answers wrongly is not ready, but healthy."""
     driver = sim_gpu.open("h200")
     async with serving(make_app(Pool(driver=driver), spin_for_10_ms)) as client:
         calls = driver.script.calls["create_event"]
@@ -536,7 +536,7 @@ async def test_a_driver_call_that_fails_is_no_lost_device(sim_gpu: SimGPU, make_
 
 
 async def test_probes_of_a_pool_not_opened(sim_pool: SimPool) -> None:
-    """Before it is opened a pool is healthy, and not ready."""
+    """A pool that is not open yet is healthy, and not ready."""
     app = Starlette(routes=asgi.routes(sim_pool()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
@@ -549,7 +549,7 @@ async def test_probes_of_a_pool_not_opened(sim_pool: SimPool) -> None:
 def test_a_test_client_is_on_virtual_time(
     sim_gpu: SimGPU, sim_pool: SimPool, make_app: Any
 ) -> None:
-    """Starlette's TestClient, with the options of `sim_gpu`, starts and stops it in no time."""
+    """Starlette's TestClient starts and stops it on virtual time, with `sim_gpu`'s options."""
 
     async def endpoint(request: Request) -> Response:
         await asyncio.sleep(1000)

@@ -60,7 +60,7 @@ BODY = [
 
 @pytest.mark.parametrize("read", ["in the block", "behind the block", "streamed", "around blocks"])
 async def test_no_byte_of_a_body_is_lost(sim_pool: SimPool, read: str) -> None:
-    """A body of which a block takes parts early reaches the endpoint whole and in order."""
+    """A body of which the block reads parts early reaches the endpoint whole and in order."""
 
     async def endpoint(request: Request) -> Response:
         body = b""
@@ -85,7 +85,7 @@ async def test_no_byte_of_a_body_is_lost(sim_pool: SimPool, read: str) -> None:
 
 
 async def test_a_body_does_not_fill_the_memory(sim_gpu: SimGPU) -> None:
-    """A watch pauses while more than its limit waits to be read, and goes on after that."""
+    """Reading pauses while more than its limit is unread, and then goes on."""
     read, read_early = 0, 0
 
     async def receive() -> Message:
@@ -115,7 +115,7 @@ async def three_parts(p: Partition) -> AsyncGenerator[bytes]:
 
 
 async def test_a_stream_has_its_lease_before_its_headers(sim_pool: SimPool) -> None:
-    """Eight streams of 16 SMs each are served; every other one is 429, none a broken 200."""
+    """Eight streams of 16 SMs are served, and all others get 429 instead of a broken 200."""
     async with sim_pool(max_waiting=0) as pool:
 
         async def endpoint(request: Request) -> Response:
@@ -132,7 +132,7 @@ async def test_a_stream_has_its_lease_before_its_headers(sim_pool: SimPool) -> N
 async def test_a_slow_reader_holds_its_sms_no_longer_than_the_patience(
     sim_gpu: SimGPU, sim_pool: SimPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its lease ends after the patience; what was buffered is sent, and then nothing."""
+    """After the patience its lease ends, and only the buffered bytes are sent."""
     reads = anyio.Event()
 
     async def send(message: Message) -> None:
@@ -205,7 +205,7 @@ async def test_slow_readers_leave_the_sms_that_the_statistics_say(
 async def test_a_reader_that_leaves_frees_its_sms(
     sim_gpu: SimGPU, sim_pool: SimPool, how: str
 ) -> None:
-    """A stream whose client leaves ends at once, and its SMs are free behind the kernel."""
+    """A stream whose client leaves ends at once, and its SMs are free after the kernel."""
     leaves = anyio.Event()
     closed: list[str] = []
 
@@ -236,7 +236,7 @@ async def test_a_reader_that_leaves_frees_its_sms(
 
 
 async def test_an_error_of_a_generator_is_raised_as_it_is(sim_pool: SimPool) -> None:
-    """The error of a generator is in no group, and its response has no end."""
+    """A generator's error is not in a group, and its response is cut off."""
 
     async def fails(p: Partition) -> AsyncGenerator[str]:
         yield "begun"
@@ -259,7 +259,7 @@ async def test_an_error_of_a_generator_is_raised_as_it_is(sim_pool: SimPool) -> 
 async def test_an_error_before_the_first_bytes_has_its_own_status(
     sim_pool: SimPool, error: Exception, status: int
 ) -> None:
-    """Nothing has been sent by then, so the client gets no 200."""
+    """No bytes have been sent, so the client gets the error's status and no 200."""
 
     async def fails(p: Partition) -> AsyncGenerator[bytes]:
         await asyncio.sleep(0.01)
@@ -276,7 +276,7 @@ async def test_an_error_before_the_first_bytes_has_its_own_status(
 
 
 async def test_a_stream_of_nothing_is_a_whole_response(sim_pool: SimPool) -> None:
-    """Its headers are sent at its end."""
+    """An empty stream sends its headers at its end."""
 
     async def nothing(p: Partition) -> AsyncGenerator[bytes]:
         return
@@ -293,7 +293,7 @@ async def test_a_stream_of_nothing_is_a_whole_response(sim_pool: SimPool) -> Non
 
 @pytest.mark.parametrize("options", [{"buffer": 0}, {"patience": -1}, {"patience": float("nan")}])
 async def test_bounds_of_a_stream_are_checked(sim_pool: SimPool, options: Any) -> None:
-    """A bound that makes no sense is refused before anything is queued."""
+    """An invalid limit is refused before anything is queued."""
     async with sim_pool() as pool:
         with pytest.raises(greensched.InvalidRequest, match="buffer="):
             asgi.LeaseStream(pool.partition(16), three_parts, **options)
@@ -308,7 +308,7 @@ async def refuses(_: object) -> Response:
 
 @pytest.mark.parametrize("kind", [Starlette, FastAPI])
 async def test_a_mounted_application_is_covered(sim_pool: SimPool, kind: Any) -> None:
-    """A refusal in a mounted application is 429, as in the one around it; other errors are 500."""
+    """A refusal in a mounted application is 429; other errors are 500."""
 
     async def fails(_: object) -> Response:
         raise LookupError
@@ -352,7 +352,7 @@ async def test_an_answer_of_500_is_sent(sim_pool: SimPool, parts: list[str]) -> 
 async def test_a_refused_background_task_is_logged(
     sim_pool: SimPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its response is out: the refusal is a warning, it is counted, and it is raised."""
+    """After the response, the refusal is logged as a warning, counted and raised."""
     async with sim_pool(max_waiting=0) as pool:
 
         async def later() -> None:
@@ -384,7 +384,7 @@ def websockets(endpoint: Any) -> ASGIApp:
 
 @pytest.mark.parametrize("is_accepted", [False, True])
 async def test_a_refused_websocket_is_closed_with_1013(sim_gpu: SimGPU, is_accepted: bool) -> None:
-    """A websocket whose request is refused is told to try again later, accepted or not."""
+    """A refused websocket is closed with "try again later", accepted or not."""
 
     async def endpoint(websocket: WebSocket) -> None:
         if is_accepted:
@@ -398,7 +398,7 @@ async def test_a_refused_websocket_is_closed_with_1013(sim_gpu: SimGPU, is_accep
 
 
 async def test_a_websocket_that_leaves_frees_its_sms(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
-    """A websocket that does not listen ends when its client leaves; its messages are kept."""
+    """A websocket that does not receive ends when its client leaves."""
     got: list[str] = []
     leaves = anyio.Event()
     async with sim_pool() as pool:
@@ -421,7 +421,7 @@ async def test_a_websocket_that_leaves_frees_its_sms(sim_gpu: SimGPU, sim_pool: 
 
 
 async def test_an_error_of_a_websocket_is_raised(sim_gpu: SimGPU) -> None:
-    """An error that is no refusal reaches the server, as does a refusal behind a close."""
+    """Other errors reach the server, and so does a refusal after a close."""
 
     async def fails(websocket: WebSocket) -> None:
         raise LookupError
@@ -444,7 +444,7 @@ async def test_an_error_of_a_websocket_is_raised(sim_gpu: SimGPU) -> None:
 async def test_sigterm_turns_readiness_red_first(
     sim_gpu: SimGPU, sim_pool: SimPool, signals: int
 ) -> None:
-    """Requests are served while the drain period lasts; then the server's handler runs, once."""
+    """Requests are served during the drain period; then the server's handler runs once."""
     told: list[float] = []
     former = signal.signal(signal.SIGTERM, lambda *_: told.append(sim_gpu.time))
     try:
@@ -479,6 +479,6 @@ async def test_sigterm_turns_readiness_red_first(
 
 @pytest.mark.parametrize("drain", [-1, float("nan")])
 async def test_a_drain_period_is_checked(sim_pool: SimPool, drain: float) -> None:
-    """A period that makes no sense is refused where the lifespan is made."""
+    """The lifespan refuses an invalid drain period."""
     with pytest.raises(greensched.InvalidRequest, match="drain="):
         asgi.lifespan(sim_pool(), drain=drain)

@@ -51,7 +51,7 @@ def application(pool: Pool) -> FastAPI:
 
 @asynccontextmanager
 async def serving(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a server on a port of its own; the server is stopped as by a signal."""
+    """Start a server on its own port, yield a client, and stop the server by a signal."""
     server = uvicorn.Server(uvicorn.Config(application(pool), port=0, log_config=None))
     running = asyncio.create_task(server.serve())
     await until(lambda: server.started)
@@ -66,14 +66,14 @@ async def serving(pool: Pool) -> AsyncGenerator[httpx.AsyncClient]:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
-    """Run a program on the kind of loop that uvicorn would choose."""
+    """Run a program on the loop that uvicorn would choose."""
     options = {"use_uvloop": request.param == "uvloop"}
     return lambda main: anyio.run(main, backend_options=options)
 
 
 @pytest.fixture
 def gpu() -> Iterator[simulated.SimulatedDriver]:
-    """A simulated GPU on the real clock; nothing may be alive there when the test is over."""
+    """Yield a simulated GPU on the real clock, and check that nothing is alive afterwards."""
     driver = simulated.open()
     yield driver
     gc.collect()
@@ -81,7 +81,7 @@ def gpu() -> Iterator[simulated.SimulatedDriver]:
 
 
 def test_it_serves(run: Callable[..., None], gpu: simulated.SimulatedDriver) -> None:
-    """Requests, probes and refusals go over a socket as they do at the interface."""
+    """Requests, probes and refusals are the same over a socket."""
     pool = Pool(driver=gpu, max_waiting=1)
 
     async def main() -> None:
@@ -106,7 +106,7 @@ def test_it_serves(run: Callable[..., None], gpu: simulated.SimulatedDriver) -> 
 
 
 def test_a_plain_endpoint(run: Callable[..., None], gpu: simulated.SimulatedDriver) -> None:
-    """A `def` endpoint, which runs on a thread without a loop, has the pool by `pool.sync`."""
+    """A `def` endpoint runs on a thread without a loop and uses `pool.sync`."""
     pool = Pool(driver=gpu)
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_a_plain_endpoint(run: Callable[..., None], gpu: simulated.SimulatedDriv
 def test_a_client_that_hangs_up(
     run: Callable[..., None], gpu: simulated.SimulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its SMs drain at once, and are free when the kernel that runs there has ended."""
+    """Its SMs drain at once, and are free when its running kernel ends."""
     began, may_end = threading.Event(), threading.Event()
 
     def is_over() -> bool:
@@ -148,7 +148,7 @@ def test_a_client_that_hangs_up(
 
 
 def test_a_dead_gpu_is_seen(run: Callable[..., None]) -> None:
-    """The first probe after the device has failed is red, and the server goes on answering."""
+    """The first probe after the failure is red, and the server goes on answering."""
     driver = simulated.open(faults=[simulated.Crash("spin")])
 
     async def main() -> None:
@@ -178,7 +178,7 @@ async def process():
 
 
 def test_each_worker_has_a_pool_of_its_own(tmp_path: Path) -> None:
-    """With several workers each process opens a pool, none sees another's leases, all end well."""
+    """Each worker process opens its own pool, and all end quietly."""
     (tmp_path / "service.py").write_text(WORKERS)
     with subprocess.Popen(
         [sys.executable, "-m", "uvicorn", "service:app", "--port", "0", "--workers", "2"],

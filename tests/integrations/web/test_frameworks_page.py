@@ -1,4 +1,4 @@
-"""The tutorial and docs/how-to/fastapi.md, to the letter: their applications, tested by theirs."""
+"""The programs of the tutorial and of docs/how-to/fastapi.md, tested by their own tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def block(page: str, kind: str, number: int = 0) -> str:
-    """A block of a kind."""
+    """Return a code block of a kind."""
     text = (DOCS / page).read_text()
     found = re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return str(found[number])
@@ -36,7 +36,7 @@ def block(page: str, kind: str, number: int = 0) -> str:
 def test_the_pages_tests_pass_on_the_pages_application(
     page: str, app: tuple[str, int], tests: tuple[str, int], passed: int, tmp_path: Path
 ) -> None:
-    """Copied into a folder, both give passing tests."""
+    """Copied into a folder, both pages' tests pass."""
     (tmp_path / "app.py").write_text(block(page, *app))
     (tmp_path / "test_app.py").write_text(block(page, *tests))
     done = subprocess.run(
@@ -52,7 +52,7 @@ def test_the_pages_tests_pass_on_the_pages_application(
 
 
 async def test_the_job_of_the_page_gives_way(sim_gpu: SimGPU, sim_pool: SimPool) -> None:
-    """It has all free SMs, including the borrowed reserve, returns those, and ends at once."""
+    """It gets all free SMs and a borrowed reserve, returns them, and ends at once."""
     page: dict[str, Any] = {"__name__": "app"}
     exec(block("how-to/fastapi.md", "python", 1), page)
     page["step"] = cost(0.005)(page["step"])
