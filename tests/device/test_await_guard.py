@@ -1,4 +1,4 @@
-"""A context held across an await: every such block is told, with both places, and no other."""
+"""Contexts that are held across an await: each is reported with both places, and no other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AT_THE_AWAIT = pytest.mark.skipif(
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """A simulated device whose primary context is there: making it would block."""
+    """Yield a simulated device whose primary context exists: making it would block."""
     with contextlib.closing(Device(0, driver="simulated:h200x2")) as device:
         device.primary  # noqa: B018
         yield device
@@ -53,7 +53,7 @@ def run(loop: str, main: Callable[[], Awaitable[Any]], debug: bool = False) -> A
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:
-    """The number of the line of a function that has a text in it."""
+    """Return the line number of a text in a function."""
     lines, first = inspect.getsourcelines(function)
     (found,) = [first + index for index, line in enumerate(lines) if text in line]
     return found
@@ -68,7 +68,7 @@ async def pause() -> None:
 
 @LOOPS
 def test_a_held_context_is_told_with_both_places(device: Device, loop: str) -> None:
-    """The warning stands at the `with`, and names it, the task, its coroutine and the await."""
+    """The warning is at the `with`, and names it, the task, its coroutine and the await."""
 
     async def holder() -> None:
         with device:  # the block
@@ -96,7 +96,7 @@ def test_a_held_context_is_told_with_both_places(device: Device, loop: str) -> N
 
 @LOOPS
 def test_a_block_in_a_helper_is_told_where_it_is_written(device: Device, loop: str) -> None:
-    """A block held by a generator or an exit stack is reported at its `with`."""
+    """A block of a generator or exit stack is reported at its `with`."""
 
     @contextlib.contextmanager
     def helper() -> Iterator[None]:
@@ -148,14 +148,14 @@ def test_a_block_in_a_helper_is_told_where_it_is_written(device: Device, loop: s
 
 
 def test_the_block_is_where_a_user_wrote_it() -> None:
-    """Each module with frames between a block and its `with` is skipped, wherever it is moved."""
+    """Modules between a block and its `with` are skipped in the report."""
     between = (await_guard, current_context, context, device_module, contextlib)
     assert await_guard._skipped == {module.__name__ for module in between}
 
 
 @LOOPS
 def test_every_planted_leak_is_reported(device: Device, loop: str) -> None:
-    """100 of 100, among as many tasks that hold none: each once, with its own await."""
+    """100 of 100 leaks are reported once, each with its own await."""
     rng = random.Random(SEED)
     other = Device(1, driver=device.driver)
     other.primary  # noqa: B018
@@ -196,7 +196,7 @@ def test_every_planted_leak_is_reported(device: Device, loop: str) -> None:
 
 @LOOPS
 def test_what_is_left_in_time_is_not_reported(device: Device, loop: str) -> None:
-    """No word of blocks without an await, awaits that do not suspend, threads, or whole loops."""
+    """Blocks without an await, or with awaits that do not suspend, are not reported."""
     own = Context.create(device, ContextFlags.SCHED_AUTO)
 
     async def at_once() -> int:
@@ -226,7 +226,7 @@ def test_what_is_left_in_time_is_not_reported(device: Device, loop: str) -> None
 
 
 def test_a_callback_that_leaves_a_block_open_is_reported(device: Device) -> None:
-    """Without a task there is no await to name, and it is reported all the same."""
+    """It is reported although there is no task and no await to name."""
 
     async def main() -> None:
         with pytest.warns(HeldAcrossAwait, match="a callback"):
@@ -241,7 +241,7 @@ def test_a_callback_that_leaves_a_block_open_is_reported(device: Device) -> None
 @pytest.mark.fault("D9")
 @AT_THE_AWAIT
 def test_eager_tasks(device: Device) -> None:
-    """An eager task's first step may run inside another's block; one that holds its own is told."""
+    """An eager task's first step may run inside another's block; its own block is reported."""
 
     async def inside() -> bool:
         return device.primary.is_current
@@ -262,7 +262,7 @@ def test_eager_tasks(device: Device) -> None:
 
 
 def test_a_warning_is_given_once_for_a_place(device: Device) -> None:
-    """With Python's default filter a leak in a loop is one line on the terminal, not thousands."""
+    """With Python's default filter a leak in a loop is one line."""
 
     async def main() -> None:
         for _ in range(20):
@@ -280,7 +280,7 @@ def test_a_warning_is_given_once_for_a_place(device: Device) -> None:
 
 @LOOPS
 def test_where_warnings_are_errors_the_block_raises(device: Device, loop: str) -> None:
-    """The error comes out of the block that was held, restored all the same, and of no other."""
+    """The error is raised by the block that was held, which restores the context."""
 
     async def main() -> None:
         with pytest.raises(HeldAcrossAwait):
@@ -298,7 +298,7 @@ def test_where_warnings_are_errors_the_block_raises(device: Device, loop: str) -
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_debug_mode_raises(device: Device, loop: str) -> None:
-    """In asyncio's debug mode it is an error whatever the filters, and nothing stays current."""
+    """In asyncio's debug mode it is an error under any filter, and nothing stays current."""
 
     async def main() -> None:
         with warnings.catch_warnings():
@@ -374,7 +374,7 @@ def test_development_mode_raises_on_every_loop(loop: str) -> None:
 
 @LOOPS
 def test_nothing_is_kept_of_a_block(device: Device, loop: str) -> None:
-    """When blocks have ended neither they, nor their loop, nor their tasks are held by anything."""
+    """After a block nothing references it, its loop or its tasks."""
 
     async def main() -> None:
         with device:
@@ -407,7 +407,7 @@ def test_a_cancelled_holder_restores(device: Device) -> None:
 
 
 def test_a_block_that_ends_on_another_thread_says_so(device: Device) -> None:
-    """A coroutine closed elsewhere cannot restore the thread it left: WrongThread, not a crash."""
+    """A coroutine that is closed on another thread raises WrongThread."""
     said: list[str] = []
 
     async def holder() -> None:
@@ -435,7 +435,7 @@ def test_a_block_that_ends_on_another_thread_says_so(device: Device) -> None:
 
 
 def test_watching_costs_no_call_of_the_driver(device: Device) -> None:
-    """A watched block asks the driver as much as one that is not, and the loop once a turn."""
+    """A watched block makes no further driver call, and one loop call in a turn."""
     driver = device.driver
     assert isinstance(driver, simulated.SimulatedDriver)
     calls = driver.script.calls
@@ -460,7 +460,7 @@ def test_watching_costs_no_call_of_the_driver(device: Device) -> None:
 
 
 def test_the_sentence_says_what_to_do() -> None:
-    """The sentence reads as one, with block, await, task and a way out."""
+    """The warning names the block, the await and the task, and says what to do."""
     problem = HeldAcrossAwait("<Context>", "a.py:1", "task 'T'", "a.py:2")
     assert re.fullmatch(
         r"<Context>, made current at a\.py:1, is held across the await at a\.py:2 by task 'T': "

@@ -28,7 +28,7 @@ class Track:
 
 
 class User:
-    """A bound launch. Whatever it is told, another one is closed, as by another thread."""
+    """A bound launch that closes another one, as another thread could, whatever it is asked."""
 
     def __init__(self, buffer: Buffer, other: User | None = None) -> None:
         self.track: Any = Track()
@@ -67,7 +67,7 @@ class User:
 def test_a_bound_launch_ends_while_a_buffer_goes_through_its_users(
     act: Callable[[Buffer, Any], object], writes: bool
 ) -> None:
-    """A bound launch that another thread closes meanwhile disturbs no other user."""
+    """If another thread closes one user, all other users still get the call."""
     buffer = Buffer(SimpleNamespace(device_id=0), 0, (8,), np.dtype(np.float32))  # type: ignore[arg-type]  # no memory
     last = User(buffer)
     for user in (User(buffer, last), User(buffer), last):
@@ -77,14 +77,14 @@ def test_a_bound_launch_ends_while_a_buffer_goes_through_its_users(
 
 
 class Emptied(deque[Any]):
-    """What another thread empties behind the look that found something in it."""
+    """A collection that another thread empties after its length was read."""
 
     def __bool__(self) -> bool:
         return True
 
 
 def test_what_is_kept_may_be_released_by_another_thread() -> None:
-    """A poll that finds nothing left to release goes on."""
+    """A poll that finds nothing to release goes on."""
     errors: list[object] = []
 
     async def main() -> None:

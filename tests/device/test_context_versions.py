@@ -1,4 +1,4 @@
-"""Contexts at every version of the driver: nothing of them depends on what came later."""
+"""Contexts work the same at every version of the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greensched.driver.simulated import VERSIONS
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: "{}.{}".format(*version))
 def test_contexts_at_every_version(version: tuple[int, int]) -> None:
-    """Blocks, the stack, flags, limits, and the refusals of green ones and of contexts apart."""
+    """Blocks, the stack, flags, limits and refusals are the same at every version."""
     driver = simulated.open("h200x2@{}.{}".format(*version))
     driver.initialise()
     devices = [Device(ordinal, driver=driver) for ordinal in (0, 1)]

@@ -1,4 +1,4 @@
-"""A thread's whole stack of contexts, under programs of our own blocks, pushes, pops and sets."""
+"""A thread's stack of contexts under random programs of blocks, pushes, pops and sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Planned(Exception):
 
 @pytest.fixture
 def contexts() -> Iterator[list[Context]]:
-    """Of each of two devices the primary, one of its own, and a green one."""
+    """Return, of each of two devices, the primary, a new and a green context."""
     driver = simulated.open("h200x2")
     devices = [Device(number, driver=driver) for number in range(2)]
     groups = [device.resources.sm.split(SMResourceOptions(count=8))[0] for device in devices]
@@ -50,7 +50,7 @@ def contexts() -> Iterator[list[Context]]:
 
 
 class Program:
-    """Random calls, and beside them the stack as it has to be, its top last."""
+    """Random calls, and the stack that they should give, its top last."""
 
     def __init__(self, seed: int, contexts: list[Context]) -> None:
         self.rng = random.Random(seed)
@@ -107,7 +107,7 @@ class Program:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> None:
-    """A block leaves all of it as it was, what is on it cannot be closed, and no turn stays."""
+    """A block restores the stack, and a context on it cannot be closed."""
     for number in range(PROGRAMS):
         Program(seed * PROGRAMS + number, contexts).run()
         assert not here.unscoped
@@ -120,7 +120,7 @@ def test_the_stack_is_what_its_calls_say(contexts: list[Context], seed: int) -> 
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_lost_device_is_told_at_once(contexts: list[Context], nth: int) -> None:
-    """A fault on the way into or out of a block is raised, and that call is not repeated."""
+    """A fault on entry or exit of a block is raised, and the call is not repeated."""
     driver = contexts[0].driver
     assert isinstance(driver, simulated.SimulatedDriver)
     with contexts[1]:
@@ -136,7 +136,7 @@ def test_a_lost_device_is_told_at_once(contexts: list[Context], nth: int) -> Non
 def test_what_is_made_inside_is_not_lost_where_the_driver_does_not_say(
     contexts: list[Context], outer: bool
 ) -> None:
-    """A driver that does not say what is current at the end of a block loses nothing of it."""
+    """If the driver does not say what is current at a block's end, no object is lost."""
     driver = contexts[0].driver
     assert isinstance(driver, simulated.SimulatedDriver)
     with contexts[1] if outer else nullcontext():
@@ -164,7 +164,7 @@ def test_a_context_that_cannot_be_made_current_is_free_for_other_threads(
 
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves", "thread ends"])
 def test_a_thread_waits_for_the_owner_of_a_context(contexts: list[Context], ends: bool) -> None:
-    """It enters once the owner has left the context, or its thread has ended without that."""
+    """It enters once the owner has left the context, or the owner's thread has ended."""
     (green, *_) = [context for context in contexts if context.ownership is not None]
     ownership = green.ownership
     assert ownership is not None

@@ -1,4 +1,4 @@
-"""A device's health: what its streams, allocators and jobs are told once it is over."""
+"""A device's health: what its streams, allocators and jobs raise once it is over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_listener_may_record_the_failure_itself() -> None:
 
 @pytest.mark.parametrize("kind", [PoolClosed, ForkedPool])
 def test_an_end_without_a_failure_says_so(kind: type[PoolClosed | ForkedPool]) -> None:
-    """A pool closed or forked over a device is told apart from a failure; each error is new."""
+    """The end of a pool, or a fork, is no failure, and each error is a new object."""
     health = DeviceHealth()
     health.close(lambda: kind("this pool"))
     assert health.failure is None
@@ -51,7 +51,7 @@ def test_an_end_without_a_failure_says_so(kind: type[PoolClosed | ForkedPool]) -
 
 
 def test_one_object_is_shared() -> None:
-    """A device's contexts, streams and allocators have the device's own health."""
+    """A device's contexts, streams and allocators share its health."""
     device = Device(0, driver="simulated:h200")
     words = TicketMemory(device.primary)
     stream, pinned = words.create_stream(device.primary), PinnedAllocator(device.primary)

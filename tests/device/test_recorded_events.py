@@ -1,4 +1,4 @@
-"""Recording a new event on a stream, where the driver refuses."""
+"""Recording a new event on a stream when the driver refuses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greensched.driver.simulated import Fail
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("status", ["INVALID_HANDLE", "ILLEGAL_ADDRESS"])
 def test_an_event_that_cannot_be_recorded_is_closed(status: str, times: int) -> None:
-    """Once, one of the primary context is replaced by one of the stream's own; no other is left."""
+    """An event of the primary is replaced once by one of the stream's context."""
     driver = simulated.open("h20")
     device = Device(0, driver=driver)
     context = device.create_context(ContextOptions(resources=[device.resources.sm]))

@@ -1,4 +1,4 @@
-"""Tickets of a stream, as another thread or the device changes them."""
+"""Tickets of a stream that another thread or the device changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from greensched.typing import CaptureMode
 
 @pytest.mark.fault("I15")
 def test_a_ticket_is_not_reached_before_it_is_submitted() -> None:
-    """The device may write a ticket before the submitting thread has said that it is submitted."""
+    """A ticket that the device wrote early counts only once it is submitted."""
     with closing(Device(0, driver=simulated.open("h200"))) as device:
         words = TicketMemory(device.primary)
         stream = words.create_stream(device.primary)

@@ -46,51 +46,51 @@ class Standin:
         self._library.stubcuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
 
     def live(self, what: str | None = None) -> int:
-        """Objects and allocations that exist now, all or of one kind."""
+        """Return how many objects and allocations exist, all or of one kind."""
         return int(self._library.stubcuda_live(what.encode() if what else None))
 
     def misuse(self, kind: str | None = None) -> int:
-        """Wrong uses seen since `clear`."""
+        """Return the number of wrong uses since `clear`."""
         return int(self._library.stubcuda_misuse(kind.encode() if kind else None))
 
     def calls(self, name: str) -> int:
-        """How often a driver function was called."""
+        """Return how often a driver function was called."""
         return int(self._library.stubcuda_calls(name.encode()))
 
     def report(self, path: Path) -> Path:
-        """Writes its account so far to a file."""
+        """Write the account so far to a file."""
         assert self._library.stubcuda_report(str(path).encode()) == 0
         return path
 
     def injected(self) -> int:
-        """How many failures were injected so far."""
+        """Return how many failures were injected."""
         return int(self._library.stubcuda_injected())
 
     def clear(self) -> None:
-        """Forgets wrong uses and injections to come."""
+        """Forget wrong uses and pending injections."""
         self.fail(None)
         self.fail_nth(0, 0)
         self._library.stubcuda_clear()
 
     def fail(self, rules: str | None) -> None:
-        """Lets calls fail: `"cuEventQuery:1:700"` is the next call of that name."""
+        """Make calls fail: `"cuEventQuery:1:700"` is the next call of that name."""
         self._library.stubcuda_fail(rules.encode() if rules else None)
 
     def fail_nth(self, nth: int, status: int) -> None:
-        """Lets the n-th fallible call from now fail; 0: none."""
+        """Make the n-th fallible call from now fail; 0: none."""
         self._library.stubcuda_fail_nth(nth, status)
 
     def overlaps(self) -> int:
-        """Kernels of different green contexts that ran on a common SM at the same time."""
+        """Return how many kernels of different green contexts shared an SM at one time."""
         return int(self._library.stubcuda_overlaps())
 
     def trace(self, path: Path | None) -> None:
-        """Writes a line for each operation from now on; None: no more, and all is written."""
+        """Write a line for each operation from now on; None ends the trace."""
         self._library.stubcuda_flush()
         self._library.stubcuda_trace(str(path).encode() if path is not None else None)
 
     def set(self, name: str, value: float) -> None:
-        """Sets one of the stand-in's numbers."""
+        """Set one of the stand-in's numbers."""
         assert self._library.stubcuda_set(name.encode(), value) == 0
 
 
@@ -108,7 +108,7 @@ class Arguments:
 
 @pytest.fixture(scope="session")
 def standin_folder() -> Path:
-    """The folder with the stand-in's libcuda.so.1."""
+    """Return the folder of the stand-in's libcuda.so.1."""
     folder = os.environ.get(FOLDER)
     if not folder:
         pytest.skip("needs the stand-in driver: make test-standin")
@@ -120,13 +120,13 @@ def standin_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def standin_library(standin_folder: Path) -> Standin:
-    """The stand-in, loaded into this process."""
+    """Load the stand-in into this process."""
     return Standin(standin_folder / "libcuda.so.1")
 
 
 @pytest.fixture(scope="session")
 def initialised_driver(standin_library: Standin) -> Driver:
-    """The real driver on the stand-in."""
+    """Return the real driver on the stand-in."""
     before = standin_library.calls("cuInit")
     driver = cuda.open()
     driver.initialise()
@@ -137,7 +137,7 @@ def initialised_driver(standin_library: Standin) -> Driver:
 
 @pytest.fixture
 def standin(standin_library: Standin, initialised_driver: Driver) -> Iterator[Standin]:
-    """The stand-in, judging: the test may leave nothing alive, and may misuse nothing."""
+    """Yield the stand-in, and check that the test leaves nothing alive and misuses nothing."""
     standin_library.clear()
     standin_library.set("kernel_us", 0)
     before = standin_library.live()
@@ -152,13 +152,13 @@ def standin(standin_library: Standin, initialised_driver: Driver) -> Iterator[St
 
 @pytest.fixture
 def driver(standin: Standin, initialised_driver: Driver) -> Driver:
-    """The real driver on the stand-in, judged."""
+    """Return the real driver on the checked stand-in."""
     return initialised_driver
 
 
 @pytest.fixture
 def primary(driver: Driver) -> Iterator[Any]:
-    """The primary context of device 0, current on this thread."""
+    """Make the primary context of device 0 current on this thread."""
     context = driver.retain_primary(0)
     driver.set_current(context)
     yield context
@@ -175,19 +175,19 @@ def _stream(driver: Driver) -> Iterator[StreamHandle]:
 
 @pytest.fixture
 def stream(driver: Driver, primary: Any) -> Iterator[StreamHandle]:
-    """A stream of the primary context; the test ends with it drained and destroyed."""
+    """Yield a stream of the primary context; drain and destroy it at the end."""
     yield from _stream(driver)
 
 
 @pytest.fixture
 def other_stream(driver: Driver, primary: Any) -> Iterator[StreamHandle]:
-    """One more."""
+    """Yield another stream."""
     yield from _stream(driver)
 
 
 @pytest.fixture
 def word(driver: Driver, primary: Any) -> Iterator[tuple[int, memoryview]]:
-    """Words of pinned memory: their device address, and a view of the 32-bit numbers."""
+    """Return pinned words: their device address and a view of the 32-bit numbers."""
     memory = driver.allocate_host(64)
     yield memory.device_address, memory.view.cast("I")
     driver.free_host(memory)
@@ -195,19 +195,19 @@ def word(driver: Driver, primary: Any) -> Iterator[tuple[int, memoryview]]:
 
 @pytest.fixture(scope="session")
 def code() -> CodeImage:
-    """Code in the stand-in's own format: `store` writes its second argument to its first."""
+    """Return code in the stand-in's format: `store` writes its second argument to its first."""
     return CODE
 
 
 @pytest.fixture(scope="session")
 def arguments() -> type[Arguments]:
-    """What makes the launch parameters of `store`."""
+    """Return a function that makes the launch parameters of `store`."""
     return Arguments
 
 
 @pytest.fixture
 def kernel(driver: Driver, primary: Any, code: CodeImage) -> Iterator[Any]:
-    """The kernel `store`."""
+    """Return the kernel `store`."""
     library = driver.load_code(code)
     yield driver.get_kernel(library, "store")
     driver.unload_code(library)

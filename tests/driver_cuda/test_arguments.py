@@ -1,4 +1,4 @@
-"""What the driver's calls give to the bindings, which are replaced: no driver is needed."""
+"""The arguments that the driver's calls pass to the bindings, which are replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISABLE_TIMING, BLOCKING_SYNC = 2, 1
 def test_an_event_has_the_flags_that_were_asked(
     monkeypatch: pytest.MonkeyPatch, timing: bool, blocking: bool
 ) -> None:
-    """Without blocking-sync a thread that waits for an event spins; without timing it is faster."""
+    """Flags for blocking sync and for timing are passed on."""
     given: list[int] = []
     monkeypatch.setattr(streams, "call", lambda _, flags: given.append(flags))
     create: Any = streams.Streams.create_event
@@ -28,7 +28,7 @@ def test_an_event_has_the_flags_that_were_asked(
 
 @pytest.mark.fault("I15")
 def test_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mapping is kept while it is registered, and no longer."""
+    """A mapping is kept only while it is registered."""
     cuda = SimpleNamespace(
         cuMemHostRegister=lambda *_: None,
         cuMemHostGetDevicePointer=lambda address, _: address,
@@ -48,7 +48,7 @@ def test_freed_host_memory_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
 def test_host_memory_is_of_no_device(
     monkeypatch: pytest.MonkeyPatch, kind: int, device: int | None
 ) -> None:
-    """Host memory that is registered has an ordinal, too, and is not device memory for that."""
+    """Registered host memory has a device ordinal, but is not device memory."""
     answers = {memory._ATTRIBUTE_KIND: kind, memory._ATTRIBUTE_ORDINAL: 5}
     monkeypatch.setattr(memory, "call", lambda _, attribute, address: answers[attribute])
     methods: Any = memory.Memory

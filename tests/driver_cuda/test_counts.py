@@ -36,7 +36,7 @@ MARK = {"cuStreamWriteValue32": 1}
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Counts what is asked of it."""
+    """A loop that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Counts:
-    """What some work asked for, each time it was done."""
+    """The calls of some work, each time it was done."""
 
     def __init__(self, standin: Standin, folder: Path, loop: Loop) -> None:
         self._standin, self._folder, self._loop = standin, folder, loop
@@ -72,7 +72,7 @@ class Counts:
         self.loop: dict[str, float] = {}
 
     async def quiet(self) -> None:
-        """Until threads of ours have left what they did: they tell the loop first."""
+        """Wait until our threads have notified the loop."""
         seen: list[Counter[str]] = []
 
         def is_quiet() -> bool:
@@ -87,7 +87,7 @@ class Counts:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What is done inside, `TIMES` times."""
+        """Count the calls in the block, which is done `TIMES` times."""
         before, asked = self._calls(), self._loop.asked.copy()
         yield
         after = self._loop.asked - asked
@@ -156,7 +156,7 @@ def called(_: Pool, p: Partition, __: Buffer) -> Callable[[], Awaitable[object]]
 
 
 def count(standin: Standin, folder: Path, what: Work) -> Counts:
-    """What some work asks for, with kernels that take no time."""
+    """Count the calls of some work with kernels that take no time."""
     standin.set("inline", 1)
 
     async def main() -> Counts:

@@ -51,7 +51,7 @@ def test_device_facts(driver: Driver) -> None:
 
 
 def test_a_device_that_is_not_there(driver: Driver) -> None:
-    """Asking for a device beyond the last one is the driver's INVALID_DEVICE."""
+    """A device beyond the last one is INVALID_DEVICE."""
     with pytest.raises(errors.CUDAError, match="device 99") as raised:
         driver.device_facts(99)
     assert (raised.value.status, raised.value.name) == (101, "INVALID_DEVICE")
@@ -73,7 +73,7 @@ def test_the_primary_context_is_counted(driver: Driver, standin: Standin) -> Non
 
 
 def test_what_is_current_is_the_threads(driver: Driver, primary: Any) -> None:
-    """The current context belongs to its thread, and None stands for none in both directions."""
+    """The current context belongs to its thread, and None means none."""
     assert driver.current() == primary
     seen: list[object] = []
     thread = threading.Thread(target=lambda: seen.append(driver.current()))
@@ -101,7 +101,7 @@ def test_the_stack_is_the_threads(driver: Driver, primary: Any) -> None:
 
 
 def test_a_context_of_its_own(driver: Driver, standin: Standin, primary: Any) -> None:
-    """It has the flags it was made with, and its device; a failed pop leaves none behind."""
+    """It has its flags and its device, and a failed pop leaves none behind."""
     flags = ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST | ContextFlags.LMEM_RESIZE_TO_MAX
     own = driver.create_context(0, flags)
     assert driver.context_device(own) == 0
@@ -122,7 +122,7 @@ def test_a_context_of_its_own(driver: Driver, standin: Standin, primary: Any) ->
 def test_a_flag_that_the_header_lost_is_reported(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a wheel's header has a flag no more, asking for it is NotSupported and names it."""
+    """A flag that the wheel's header no longer has is NotSupported."""
     kept = {flag.name: flag for flag in cuda.CUctx_flags if "LMEM" not in flag.name}
     monkeypatch.setattr(cuda, "CUctx_flags", SimpleNamespace(**kept))
     driver.destroy_context(driver.create_context(0, ContextFlags.MAP_HOST))
@@ -131,7 +131,7 @@ def test_a_flag_that_the_header_lost_is_reported(
 
 
 def test_the_primarys_flags(driver: Driver, primary: Any) -> None:
-    """What was set is what the primary's state answers, and the active one has."""
+    """The primary's state returns the flags that were set, and the active context has them."""
     driver.set_primary_flags(0, ContextFlags.SCHED_YIELD)
     assert driver.primary_state(0) == (ContextFlags.SCHED_YIELD, True)
     assert driver.context_flags() & 7 == ContextFlags.SCHED_YIELD
@@ -167,7 +167,7 @@ def test_priorities(driver: Driver, primary: Any) -> None:
 
 
 def test_a_split_gives_what_it_made(driver: Driver) -> None:
-    """A split returns as many groups as were made, not as many as were asked."""
+    """A split returns as many groups as the driver made."""
     whole = driver.device_resource(0)
     assert driver.resource_facts(whole).sm_count == 132
     assert driver.resource_facts(whole).min_partition_size == 8
@@ -178,7 +178,7 @@ def test_a_split_gives_what_it_made(driver: Driver) -> None:
 
 
 def test_a_split_into_as_many_as_there_can_be(driver: Driver) -> None:
-    """With groups=None the driver is asked how many there can be, and all of them are made."""
+    """With groups=None all possible groups are made."""
     groups, rest = driver.split_by_count(driver.device_resource(0), None, 16)
     assert len(groups) == 8
     assert rest is not None
@@ -186,7 +186,7 @@ def test_a_split_into_as_many_as_there_can_be(driver: Driver) -> None:
 
 
 def test_a_split_without_a_remainder(driver: Driver) -> None:
-    """What is left over is None where nothing is, and finer groups come without coscheduling."""
+    """An empty remainder is None, and finer groups need no coscheduling."""
     groups, rest = driver.split_by_count(
         driver.device_resource(0), None, 2, ignore_coscheduling=True
     )
@@ -196,14 +196,14 @@ def test_a_split_without_a_remainder(driver: Driver) -> None:
 
 @pytest.mark.parametrize("groups", [0, 1, None])
 def test_an_impossible_split(driver: Driver, groups: int | None) -> None:
-    """What cannot be cut is INVALID_RESOURCE_CONFIGURATION, however it was asked."""
+    """An impossible split is INVALID_RESOURCE_CONFIGURATION in each form."""
     with pytest.raises(errors.CUDAError) as raised:
         driver.split_by_count(driver.device_resource(0), groups, 133)
     assert raised.value.name == "INVALID_RESOURCE_CONFIGURATION"
 
 
 def test_resources_outlive_what_they_came_from(driver: Driver) -> None:
-    """The facts of a resource are its own, also when everything around it was collected."""
+    """A resource keeps its facts when its context is collected."""
     groups, _ = driver.split_by_count(driver.device_resource(0), None, 8)
     del _
     gc.collect()
@@ -214,7 +214,7 @@ def test_resources_outlive_what_they_came_from(driver: Driver) -> None:
 
 
 def test_a_green_context_has_what_it_was_given(driver: Driver, primary: Any) -> None:
-    """A green context over two groups has their SMs, and so has the view of it."""
+    """A green context over two groups has their SMs."""
     groups, _ = driver.split_by_count(driver.device_resource(0), None, 8)
     green = driver.create_green(driver.describe(groups[:2]), 0)
     view = driver.green_context(green)
@@ -227,7 +227,7 @@ def test_a_green_context_has_what_it_was_given(driver: Driver, primary: Any) -> 
 
 
 def test_groups_of_two_splits_do_not_mix(driver: Driver) -> None:
-    """A descriptor over outputs of two splits is refused by the driver, in our words."""
+    """The driver's refusal of outputs of two splits has our words."""
     (first,), _ = driver.split_by_count(driver.device_resource(0), 1, 8)
     (second,), _ = driver.split_by_count(driver.device_resource(0), 1, 8)
     with pytest.raises(errors.CUDAError, match="cuDevResourceGenerateDesc"):
@@ -240,7 +240,7 @@ def test_groups_of_two_splits_do_not_mix(driver: Driver) -> None:
 def test_a_stream_held_by_a_word(
     driver: Driver, stream: StreamHandle, word: tuple[int, memoryview]
 ) -> None:
-    """A stream that waits for a word is not done, is done after the host writes, and not before."""
+    """A stream that waits for a word is done only after the host writes it."""
     address, number = word
     driver.wait_value(stream, address, 5)
     driver.bind_mark(stream, address + 4)(7)
@@ -256,7 +256,7 @@ def test_a_stream_held_by_a_word(
 def test_a_mark_takes_every_ticket(
     driver: Driver, stream: StreamHandle, word: tuple[int, memoryview]
 ) -> None:
-    """A bound mark writes any 32-bit number, the last one before a counter wraps included."""
+    """A bound mark writes any 32-bit number, including the largest."""
     address, number = word
     mark = driver.bind_mark(stream, address)
     for ticket in (1, 2**31, 2**32 - 1, 0):
@@ -271,7 +271,7 @@ def test_a_stream_waits_for_an_event(
     other_stream: StreamHandle,
     word: tuple[int, memoryview],
 ) -> None:
-    """Work behind an event of another stream does not run before that stream got there."""
+    """Work after another stream's event runs only after that event."""
     address, number = word
     event = driver.create_event()
     assert driver.query_event(event)
@@ -312,7 +312,7 @@ def test_event_times(driver: Driver, stream: StreamHandle) -> None:
 
 @pytest.mark.parametrize("mode", list(CaptureMode))
 def test_the_capture_mode_is_exchanged(driver: Driver, mode: CaptureMode) -> None:
-    """A thread's capture mode is set, and the one it had comes back as ours."""
+    """A thread's capture mode is set, and the previous one is returned."""
     before = driver.exchange_capture_mode(mode)
     assert isinstance(before, CaptureMode)
     assert driver.exchange_capture_mode(before) is mode
@@ -337,7 +337,7 @@ def test_a_capture(
 def test_a_graph_is_launched(
     driver: Driver, stream: StreamHandle, word: tuple[int, memoryview]
 ) -> None:
-    """What was captured is done at each launch, in its order, also once the graph is gone."""
+    """Each launch does the captured work in order, even after the graph is destroyed."""
     address, number = word
     mark = driver.bind_mark(stream, address)
     driver.begin_capture(stream, CaptureMode.RELAXED)
@@ -360,7 +360,7 @@ def test_a_graph_is_launched(
 
 
 def test_a_spoilt_capture_is_over(driver: Driver, standin: Standin, primary: Any) -> None:
-    """Ending a spoilt capture raises, and afterwards the stream captures no more."""
+    """Ending an invalidated capture raises, and the stream no longer captures."""
     (group,), _ = driver.split_by_count(driver.device_resource(0), 1, 8)
     green = driver.create_green(driver.describe([group]), 0)
     driver.set_current(driver.green_context(green))
@@ -386,7 +386,7 @@ def test_a_spoilt_capture_is_over(driver: Driver, standin: Standin, primary: Any
 
 
 def test_bytes_go_there_and_back(driver: Driver, stream: StreamHandle) -> None:
-    """Bytes survive the way to the device, across it, and back."""
+    """Bytes survive copies to, within and from the device."""
     pool = driver.create_memory_pool(0)
     host = driver.allocate_host(256)
     host.view[:128] = bytes(range(128))
@@ -442,7 +442,7 @@ def test_a_view_outlives_its_pinned_memory(driver: Driver, primary: Any) -> None
 
 
 def test_memory_runs_out(driver: Driver, stream: StreamHandle) -> None:
-    """Running out is an OutOfMemory that says what was asked, and the pool goes on."""
+    """OutOfMemory has the requested bytes, and the pool goes on."""
     free, total = driver.memory_info()
     assert 0 < free <= total
     pool = driver.create_memory_pool(0)
@@ -456,7 +456,7 @@ def test_memory_runs_out(driver: Driver, stream: StreamHandle) -> None:
 
 
 def test_pinned_memory_runs_out(driver: Driver, standin: Standin, primary: Any) -> None:
-    """Pinned memory that cannot be had is an OutOfMemory that says what was asked."""
+    """OutOfMemory has the requested bytes."""
     standin.fail("cuMemHostRegister:1:2")
     with pytest.raises(errors.OutOfMemory) as raised:
         driver.allocate_host(1024)
@@ -467,7 +467,7 @@ def test_pinned_memory_runs_out(driver: Driver, standin: Standin, primary: Any) 
 def test_memory_that_stays_registered_is_not_used_again(
     driver: Driver, standin: Standin, primary: Any
 ) -> None:
-    """Neither its address nor its end can be had: no later pinned memory is at that address."""
+    """Pinned memory that cannot be unregistered is never reused."""
     before = standin.injected()
     standin.fail("cuMemHostGetDevicePointer:1:1,cuMemHostUnregister:1:1")
     with pytest.raises(errors.CUDAError):
@@ -495,7 +495,7 @@ def test_a_kernel_is_loaded_before_its_launch(
 
 
 def test_a_kernel_tells_its_layout(driver: Driver, primary: Any, code: CodeImage) -> None:
-    """A kernel's parameters, limits and shared memory can be asked without launching it."""
+    """Parameters, limits and shared memory are known without a launch."""
     library = driver.load_code(code)
     kernel = driver.get_kernel(library, "store")
     assert driver.kernel_layout(kernel) == ((0, 8), (8, 4))
@@ -509,7 +509,7 @@ def test_a_kernel_tells_its_layout(driver: Driver, primary: Any, code: CodeImage
 
 
 def test_code_that_is_not_there(driver: Driver, primary: Any, code: CodeImage) -> None:
-    """An unknown kernel is NOT_FOUND by name, and code without a binary is no image."""
+    """An unknown kernel is NOT_FOUND, and code without a binary is no image."""
     library = driver.load_code(code)
     with pytest.raises(errors.CUDAError, match="saxpy") as raised:
         driver.get_kernel(library, "saxpy")
@@ -527,7 +527,7 @@ def test_a_bound_launch_reads_its_parameters_anew(
     word: tuple[int, memoryview],
     arguments: type[Arguments],
 ) -> None:
-    """Each call of a bound launch takes the parameters as they are then, in stream order."""
+    """Each call uses the present parameters, in stream order."""
     address, number = word
     given = arguments(address, 0)
     launch = driver.bind_launch(stream, kernel, (1, 1, 1), (32, 1, 1), 0, given.pointers)
@@ -545,7 +545,7 @@ def test_a_launch_needs_no_current_context(
     word: tuple[int, memoryview],
     arguments: type[Arguments],
 ) -> None:
-    """A bound launch and a mark work on a thread where nothing is current."""
+    """A bound launch and a mark work without a current context."""
     address, number = word
     given = arguments(address, 3)
     launch = driver.bind_launch(stream, kernel, (1, 1, 1), (32, 1, 1), 0, given.pointers)
@@ -566,7 +566,7 @@ def test_a_launch_needs_no_current_context(
 def test_a_failed_launch_tells_its_geometry(
     driver: Driver, standin: Standin, stream: StreamHandle, kernel: Any
 ) -> None:
-    """A launch that the driver refuses raises an error with grid, block and shared memory."""
+    """A refused launch raises with its grid, block and shared memory."""
     launch = driver.bind_launch(stream, kernel, (3, 1, 1), (64, 2, 1), 96, 0)
     for failure in (701, UNKNOWN):
         standin.fail(f"cuLaunchKernel:1:{failure}")

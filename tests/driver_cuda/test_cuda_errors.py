@@ -1,4 +1,4 @@
-"""Statuses become our errors, whichever call answers them, and nothing is lost on the way."""
+"""Statuses become our errors, whichever call returns them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HOT: dict[str, Callable[[Driver, StreamHandle, Any, Any], object]] = {
 def test_every_status_becomes_our_error(
     driver: Driver, standin: Standin, stream: StreamHandle, call: str
 ) -> None:
-    """A failed call raises our error with status, name and call, named by the wheel or not."""
+    """The error has the status, its name and the call, even if the wheel has no name."""
     event = driver.create_event()
     wanted = {
         2: (errors.OutOfMemory, "OUT_OF_MEMORY"),
@@ -81,12 +81,12 @@ def test_every_status_becomes_our_error(
 
 @pytest.mark.parametrize("error", [KeyError("name"), KeyError(600), ValueError("no"), KeyError()])
 def test_other_errors_of_the_wheel_are_not_hidden(error: Exception) -> None:
-    """A KeyError or ValueError that speaks of no unknown status stays what it is."""
+    """Other errors of the wheel are raised unchanged."""
     assert cuda_errors.error_for_unknown_status(error, "cuInit") is error
 
 
 def test_a_missing_symbol_is_not_supported(driver: Driver) -> None:
-    """What a wheel raises for a function the driver lacks becomes NotSupported."""
+    """A function that the driver lacks is NotSupported."""
     for text in ('Function "cuFoo" not found', "function cuFoo is not found"):
         error = cuda_errors.error_for_missing_library(RuntimeError(text), "cuFoo")
         assert isinstance(error, errors.NotSupported)
@@ -96,7 +96,7 @@ def test_a_missing_symbol_is_not_supported(driver: Driver) -> None:
 
 
 def test_a_device_fault_is_told_by_every_question(python: Callable[..., str]) -> None:
-    """After a kernel's fault, queries and waits raise the same DeviceFault again and again."""
+    """After a fault, queries and waits raise the same DeviceFault."""
     answer = python(
         """
         import greensched.driver.cuda, greensched.errors
@@ -142,7 +142,7 @@ class Life:
         self._ends: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Lives and dies."""
+        """Run the scenario, then end its objects."""
         try:
             self._live()
         except Exception as error:
@@ -253,7 +253,7 @@ class Life:
 def test_every_call_failing_in_turn(
     driver: Driver, standin: Standin, code: CodeImage, arguments: type[Arguments], failure: int
 ) -> None:
-    """Whichever call fails, the error is ours and typed, and all that was made can be ended."""
+    """Whichever call fails, the error is typed, and all objects can be ended."""
     kinds = {2: errors.OutOfMemory, 719: errors.DeviceFault}
     nth = 0
     while True:

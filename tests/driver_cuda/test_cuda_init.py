@@ -1,4 +1,4 @@
-"""The real driver's beginning: what is imported when, and how an unusable driver is refused."""
+"""The start of the real driver: what is imported when, and how an unusable driver is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_driver_call_is_there() -> None:
 
 
 def test_importing_loads_no_wheel(python: Callable[..., str]) -> None:
-    """Importing the package loads neither the wheel nor libcuda; opening loads no libcuda."""
+    """Importing loads neither the wheel nor libcuda; opening loads no libcuda."""
     answer = python(
         """
         import sys
@@ -46,7 +46,7 @@ def test_importing_loads_no_wheel(python: Callable[..., str]) -> None:
 
 
 def test_a_missing_wheel_is_reported(python: Callable[..., str]) -> None:
-    """Without cuda-bindings, or with one too old, open() says what to install."""
+    """If cuda-bindings is missing or too old, open() says what to install."""
     for spoil in (
         "import sys; sys.modules['cuda.bindings'] = None",
         "import cuda.bindings.driver as d; del d.cuCtxSynchronize_v2",
@@ -94,7 +94,7 @@ REFUSED = """
 def test_an_unusable_driver_is_refused_with_a_way_out(
     python: Callable[..., str], variables: dict[str, str], way_out: str
 ) -> None:
-    """Each way a driver can be unusable ends in one sentence that says what to change."""
+    """Each unusable driver is refused by one sentence with a remedy."""
     answer = python(REFUSED, **variables)
     assert way_out in answer
     assert "\n" not in answer
@@ -102,14 +102,14 @@ def test_an_unusable_driver_is_refused_with_a_way_out(
 
 
 def test_no_library_is_refused(python: Callable[..., str], tmp_path: Path) -> None:
-    """A libcuda that cannot be loaded counts as none, and the sentence says what to install."""
+    """A libcuda that cannot be loaded is reported with what to install."""
     (tmp_path / "libcuda.so.1").write_text("not a library")
     answer = python(REFUSED, LD_LIBRARY_PATH=str(tmp_path))
     assert answer == cuda_errors.NO_LIBRARY
 
 
 def test_a_foreign_library_is_refused(python: Callable[..., str], tmp_path: Path) -> None:
-    """A library of that name without the driver's functions is refused, not called."""
+    """A library without the driver's functions is refused."""
     import _ctypes
 
     shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
@@ -118,7 +118,7 @@ def test_a_foreign_library_is_refused(python: Callable[..., str], tmp_path: Path
 
 
 def test_a_refusal_may_be_tried_again(python: Callable[..., str]) -> None:
-    """A driver that was not ready is used once it is, and is initialised only once then."""
+    """A driver that becomes ready is used, and initialised once."""
     answer = python(
         """
         import ctypes
@@ -151,7 +151,7 @@ def test_initialise_asks_for_no_more_than_the_version(
 
 
 def test_per_thread_default_streams_change_nothing(python: Callable[..., str]) -> None:
-    """With the wheel's per-thread default streams a green stream works as ever."""
+    """Green streams work with the wheel's per-thread default streams."""
     answer = python(
         """
         import greensched.driver.cuda
@@ -175,7 +175,7 @@ def test_per_thread_default_streams_change_nothing(python: Callable[..., str]) -
 
 
 def test_version_and_features_are_the_drivers(driver: Driver) -> None:
-    """A feature is there where the driver has its symbol and the wheel has its function."""
+    """A feature needs the driver's symbol and the wheel's function."""
     assert driver.name == "cuda"
     assert driver.needs_binary
     assert driver.version[0] == 13

@@ -20,7 +20,7 @@ def sms(driver: Driver, *groups: SMGroup) -> tuple[list[int], int]:
 
 
 def test_a_structured_split(driver: Driver) -> None:
-    """Several groups of different sizes reach the driver, and come back as asked."""
+    """The driver gets several sizes, and returns the groups as requested."""
     needs(driver, Feature.STRUCTURED_SPLIT)
     assert sms(driver, SMGroup(16), SMGroup(64), SMGroup(8)) == ([16, 64, 8], 44)
     assert sms(driver, SMGroup(16), SMGroup(0, 2)) == ([16, 116], 0)
@@ -30,7 +30,7 @@ def test_a_structured_split(driver: Driver) -> None:
 
 
 def test_a_group_says_its_alignment_and_flags(driver: Driver) -> None:
-    """The facts of a group are what the driver made it with."""
+    """A group has the facts with which the driver made it."""
     needs(driver, Feature.STRUCTURED_SPLIT)
     whole = driver.device_resource(0)
     (fine, filled), _ = driver.split(whole, [SMGroup(4, 2), SMGroup(12, backfill=True)])
@@ -39,7 +39,7 @@ def test_a_group_says_its_alignment_and_flags(driver: Driver) -> None:
 
 
 def test_a_workqueue_is_configured_in_a_copy(driver: Driver, primary: Any) -> None:
-    """The driver takes the configured copy beside SMs, and the context says it has it."""
+    """The driver takes the configured copy, and the context reports it."""
     needs(driver, Feature.WORKQUEUES)
     default = driver.device_workqueue(0)
     before = driver.workqueue_facts(default)
@@ -57,7 +57,7 @@ def test_a_workqueue_is_configured_in_a_copy(driver: Driver, primary: Any) -> No
 
 
 def test_what_is_missing_is_said(driver: Driver) -> None:
-    """Below 13.1 work queues and the structured split say what they need and what is here."""
+    """Below 13.1 the errors say which version is needed."""
     if not driver.supports(Feature.WORKQUEUES):
         with pytest.raises(errors.NotSupported, match=r"CUDA 13\.1; this is CUDA 13\."):
             driver.device_workqueue(0)

@@ -1,4 +1,4 @@
-"""Bar: what is current before is current after, over a random program, on every thread."""
+"""A random program leaves the current context of every thread as it was."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ print("seed", SEED, counts)
 
 
 def test_current_before_is_current_after(python: Callable[..., str]) -> None:
-    """100,000 nested enters, exits, exceptions, foreign switches and closes leave no trace."""
+    """100,000 nested entries, exits, exceptions and foreign switches leave no trace."""
     program = PROGRAM.format(seed=SEED, steps=STEPS, threads=THREADS)
     answer = python(program, STUBCUDA_DEVICES="2", STUBCUDA_KERNEL_US="0")
     print(answer)  # with the seed

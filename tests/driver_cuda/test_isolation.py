@@ -1,4 +1,4 @@
-"""Isolation, judged by the stand-in driver's own trace: no two partitions on one SM at one time."""
+"""No two partitions run on one SM at one time, by the stand-in's own trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels_in(trace: Path) -> list[dict[str, Any]]:
 
 
 def overlaps(kernels: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of kernels of different green contexts on a common SM at the same time."""
+    """Return pairs of kernels of different green contexts that shared an SM at one time."""
     found, running = [], []
     for kernel in sorted(kernels, key=lambda k: k["start"]):
         running = [r for r in running if r["end"] > kernel["start"]]
@@ -49,13 +49,13 @@ def overlaps(kernels: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[s
 def test_ten_thousand_random_leases_never_share_an_sm(
     standin: Standin, tmp_path: Path, record_property: Any
 ) -> None:
-    """Over 10,000 random leases, a third of them cancelled, no SM has two partitions at once."""
+    """A third of the 10,000 leases is cancelled."""
     trace = tmp_path / "trace.jsonl"
     rng = random.Random(SEED)
     counts: Counter[str] = Counter()
 
     async def lease(pool: Pool) -> None:
-        """One lease, and what happens to it; a third is cancelled with a kernel running."""
+        """Take a lease and use it; a third is cancelled with a kernel running."""
         async with pool.partition(rng.choice(SIZES)) as p:
             jobs = [p.launch(ONE, spin, 1) for _ in range(rng.choice((1, 1, 2)))]
             counts["leases"] += 1
@@ -99,7 +99,7 @@ def test_ten_thousand_random_leases_never_share_an_sm(
 
 
 def test_an_overlap_made_on_purpose_is_caught(standin: Standin, tmp_path: Path) -> None:
-    """Two contexts of two independent splits share SMs, and both accounts see it."""
+    """Two contexts of two splits share SMs, and both accounts report it."""
     trace = tmp_path / "trace.jsonl"
     device = Device(0, driver="cuda")
     contexts = [

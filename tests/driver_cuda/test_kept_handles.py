@@ -1,4 +1,4 @@
-"""On the stand-in: what a library was given of a partition is valid after its pool, to the end."""
+"""On the stand-in: a partition's stream stays valid after its pool, until the exit."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ PROGRAM = """
 
 
 def test_an_event_can_be_recorded_until_the_interpreter_ends(python: Callable[..., str]) -> None:
-    """Between pools, after them and at exit, on each stream; and no context is made twice."""
+    """On each stream, between pools, after them and at exit."""
     assert python(PROGRAM) == "0"

@@ -1,4 +1,4 @@
-"""Overlap, judged by the stand-in's own trace: a feed's next copy runs beside the kernel."""
+"""By the stand-in's own trace, a feed's next copy runs beside the kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.standin
 
 
 def test_the_next_copy_runs_beside_the_kernel(standin: Standin, tmp_path: Path) -> None:
-    """Each later batch's copy and the kernel on the one before it run at the same time."""
+    """Each batch's copy overlaps the kernel on the batch before it."""
     trace = tmp_path / "trace.jsonl"
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Two devices on the stand-in, in a process of its own: copies between them, and what is asked."""
+"""Copies between two devices of the stand-in, in a process of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROGRAM = """
 def test_copies_between_two_devices(
     python: Callable[..., str], tmp_path: Path, has_a_way: bool
 ) -> None:
-    """Straight where there is a way, each pool shared once; else by the host; nothing is left."""
+    """Directly with peer access, which is enabled once; otherwise through the host."""
     report = tmp_path / "report.json"
     program = PROGRAM.replace("{has_a_way}", str(has_a_way)).replace("{report}", str(report))
     assert python(program, STUBCUDA_DEVICES="2") == "0 0"

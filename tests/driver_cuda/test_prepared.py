@@ -1,4 +1,4 @@
-"""What a lease asks of the driver once its pool was prepared: nothing that can allocate."""
+"""A lease of a prepared pool makes no driver call that can allocate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LARGE = np.ones(5_000_000, np.float32)
 
 
 async def everything(p: Partition, blocks: int) -> None:
-    """What a lease can ask for."""
+    """Use every operation of a lease."""
     config = LaunchConfig(grid=blocks, block=64)
     for array in (SMALL, LARGE):
         with await p.upload(array) as x, await p.empty_like(x) as y:
@@ -71,7 +71,7 @@ async def leases(pool: Pool) -> None:
 
 
 def asked_by_leases(standin: Standin, folder: Path, pool: Pool) -> Counter[str]:
-    """The driver's functions that the leases of a pool called."""
+    """Return the driver functions that a pool's leases called."""
 
     def calls(name: str) -> Counter[str]:
         found = json.loads(standin.report(folder / name).read_text())["calls"]
@@ -87,7 +87,7 @@ def asked_by_leases(standin: Standin, folder: Path, pool: Pool) -> Counter[str]:
 
 
 def test_a_warm_lease_makes_no_call_that_can_allocate(standin: Standin, tmp_path: Path) -> None:
-    """Kernels of every geometry, copies of every size, calls: on every executor, without one."""
+    """On every executor, with all geometries and sizes."""
     pool = Pool(driver="cuda", prepare=[fill, saxpy], reserve_bytes=512 << 20)
     asked = asked_by_leases(standin, tmp_path, pool)
     assert set(asked) <= HARMLESS
@@ -95,7 +95,7 @@ def test_a_warm_lease_makes_no_call_that_can_allocate(standin: Standin, tmp_path
 
 
 def test_what_is_not_prepared_is_asked_for_in_a_lease(standin: Standin, tmp_path: Path) -> None:
-    """Without `prepare` leases pin memory, and without a reserve the pool grows."""
+    """Without `prepare` leases pin memory, and the pool grows."""
 
     async def main() -> None:
         async with Pool(driver="cuda") as pool, pool.partition(8) as p:

@@ -33,7 +33,7 @@ def run(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.fault("A3", "A7")
 def test_a_cancelled_caller_is_answered_while_its_kernel_runs(run: Any) -> None:
-    """It goes on within 5 ms of its deadline; its SMs drain, and are free behind the kernel."""
+    """It continues within 5 ms; its SMs are free after the kernel."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         async with Pool(driver=driver, prepare=[spin]) as pool:
@@ -52,7 +52,7 @@ def test_a_cancelled_caller_is_answered_while_its_kernel_runs(run: Any) -> None:
 
 @pytest.mark.fault("A4")
 def test_with_every_partition_draining_nothing_is_granted(run: Any) -> None:
-    """Statistics say so, requests wait or are refused; SMs are granted when their work ends."""
+    """Statistics report it, and SMs are granted when work ends."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         async with Pool(driver=driver, prepare=[spin], max_waiting=1) as pool:
@@ -87,7 +87,7 @@ def test_with_every_partition_draining_nothing_is_granted(run: Any) -> None:
 @pytest.mark.fault("A5")
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_a_cancellation_in_the_end_of_a_block_completes_the_release(run: Any, again: bool) -> None:
-    """Cancelled while the end of its block waits for the work, a task is gone, its SMs return."""
+    """The task ends at once, and its SMs return."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         async with Pool(driver=driver, prepare=[spin]) as pool:
@@ -111,7 +111,7 @@ def test_a_cancellation_in_the_end_of_a_block_completes_the_release(run: Any, ag
 
 @pytest.mark.fault("A15")
 def test_two_tasks_that_wait_for_each_other_are_told(run: Any) -> None:
-    """Each holds half and asks for half: both learn of it at their deadlines, and go on."""
+    """Each holds half and requests half: both raise at their deadlines."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         told = []
@@ -140,7 +140,7 @@ def test_two_tasks_that_wait_for_each_other_are_told(run: Any) -> None:
 
 @pytest.mark.fault("B13")
 def test_a_wall_clock_that_jumps_changes_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines and watches go by a monotonic clock: `time.time` may go back, or be anything."""
+    """Deadlines use a monotonic clock, not `time.time`."""
     jumps = iter(range(10**9, 0, -(10**6)))
     monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
 
@@ -159,7 +159,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(run: Any, monkeypatch: pytest.M
 
 @pytest.mark.fault("D17")
 def test_a_process_that_stood_still_loses_nothing(run: Any) -> None:
-    """Work that ended meanwhile is done, nothing hangs by the clock, and a late request is told."""
+    """Finished work is done, nothing hangs, and a late request expires."""
 
     async def main(driver: simulated.SimulatedDriver) -> None:
         late = []

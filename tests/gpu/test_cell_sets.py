@@ -34,7 +34,7 @@ SMs = frozenset[int]
 
 
 def cells_of(device: Device) -> list[SMResource]:
-    """The device in groups of the least size, and what is left over."""
+    """Return the device's smallest groups, and the remainder."""
     sm = device.resources.sm
     least = sm.min_partition_size
     groups, rest = sm.split(
@@ -46,7 +46,7 @@ def cells_of(device: Device) -> list[SMResource]:
 def run_at_once(
     device: Device, sets: Sequence[Sequence[SMResource]], buffers: Sequence[Buffer]
 ) -> None:
-    """Has each set's SMs mark themselves in its buffer, in contexts made for that. Blocks."""
+    """Have each set's SMs write their ids into its buffer, in new contexts. Blocks."""
     with ExitStack() as stack:
         streams = []
         for cells in sets:
@@ -63,7 +63,7 @@ def run_at_once(
 async def seen_by(
     p: Partition, buffers: Sequence[Buffer], device: Device, sets: Sequence[Sequence[SMResource]]
 ) -> list[SMs]:
-    """The SMs that a kernel of each set sees, all of them running at the same time."""
+    """Return the SMs that a kernel of each set sees while all run."""
     for buffer in buffers:
         await p.copy(buffer, np.zeros(WORDS, np.uint32))
     await anyio.to_thread.run_sync(run_at_once, device, sets, buffers)
@@ -75,7 +75,7 @@ async def seen_by(
 
 
 def test_random_sets_of_cells_are_disjoint() -> None:
-    """Each of 1,000 random sets sees the SMs of its cells, every one, and no other set's."""
+    """Each of 1,000 random sets sees all SMs of its cells and no others."""
     rng = random.Random(SEED)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""On a real GPU: kernels of numba-cuda and of Warp, on a partition's SMs and in its order."""
+"""On a real GPU: kernels of numba-cuda and of Warp on a partition's SMs, in order."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Launch = Callable[[Partition, Buffer, Buffer], None]
 
 @contextlib.contextmanager
 def numba_launch() -> Iterator[Launch]:
-    """numba-cuda's."""
+    """Return numba-cuda's launch."""
     cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not on this machine")
     from llvmlite import ir
     from numba.core import types
@@ -61,7 +61,7 @@ def numba_launch() -> Iterator[Launch]:
 
 @contextlib.contextmanager
 def warp_launch() -> Iterator[Launch]:
-    """Warp's."""
+    """Return Warp's launch."""
     wp = pytest.importorskip("warp", reason="warp-lang is not on this machine")
     import greensched.integrations.warp as gs_warp
 
@@ -90,7 +90,7 @@ def warp_launch() -> Iterator[Launch]:
 def test_a_kernel_of_theirs_runs_on_a_partitions_sms(
     library: Callable[[], Any],
 ) -> None:
-    """Behind our kernel and before our download, on no SM that another partition's kernel sees."""
+    """After our kernel, before our download, on the partition's SMs alone."""
 
     async def ran(p: Partition, launch: Launch) -> set[int]:
         with (

@@ -1,4 +1,4 @@
-"""On several real GPUs: leases find their device, and results are theirs."""
+"""On several real GPUs: leases of each device, and their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: tuple[Size, ...] = (8, 16, 16, 16, 32, (8, 64), ALL)
 
 
 async def several(pool: Pool) -> None:
-    """Open a pool on every device, or skip: two at least are needed."""
+    """Open a pool on every device; skip if there are fewer than two."""
     await pool.open()
     if len(pool.devices) < 2:
         await pool.aclose()
@@ -29,7 +29,7 @@ async def several(pool: Pool) -> None:
 
 
 def test_leases_of_several_devices() -> None:
-    """Random leases, some cancelled, are served by all devices, rightly, and leave nothing."""
+    """Random leases, some cancelled, are served by all devices with right results."""
     served = dict[int, int]()
     rng = random.Random(20261120)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.fault("C15")
 def test_an_error_that_other_code_left_is_no_jobs() -> None:
-    """A failed call of the runtime API before, in and after a call of a partition fails no job."""
+    """A failed runtime call around or in a call fails no job."""
     runtime = pytest.importorskip("cuda.bindings.runtime")
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""On a real GPU: torch and CuPy on a partition's stream, and their arrays as arguments of ours."""
+"""On a real GPU: torch and CuPy on a partition's stream, and their arrays as arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 1 << 20
 
 @pytest.fixture
 def torch() -> Any:
-    """torch, with CUDA."""
+    """Return torch with CUDA."""
     found = pytest.importorskip("torch", reason="torch is not on this machine")
     if not found.cuda.is_available():
         pytest.skip("torch on this machine was built without CUDA")
@@ -30,7 +30,7 @@ def torch() -> Any:
 
 @pytest.mark.fault("E7")
 def test_tensors_are_arguments_in_order(torch: Any) -> None:
-    """A tensor that torch still computes is waited for by the kernel, and the next by torch."""
+    """The kernel waits for torch's tensor, and torch for the kernel."""
     from greensched.integrations import torch as gs_torch
 
     async def main() -> None:
@@ -51,7 +51,7 @@ def test_tensors_are_arguments_in_order(torch: Any) -> None:
 
 
 def test_a_call_has_torchs_current_stream(torch: Any) -> None:
-    """In p.run torch's stream is the partition's, gradients and all, with the same result."""
+    """In p.run torch's stream is the partition's, with right results and gradients."""
     model = torch.nn.Linear(256, 256).cuda()
     x = torch.randn(64, 256, device="cuda")
 
@@ -80,7 +80,7 @@ def test_a_call_has_torchs_current_stream(torch: Any) -> None:
 
 
 def test_a_block_has_torchs_current_stream(torch: Any) -> None:
-    """Inside `current` torch works on the partition's stream; `take` orders what comes outside."""
+    """Inside `current` torch uses the partition's stream; `take` orders later work."""
     from greensched.integrations import torch as gs_torch
 
     async def main() -> None:
@@ -97,7 +97,7 @@ def test_a_block_has_torchs_current_stream(torch: Any) -> None:
 
 
 def test_a_graph_is_captured_in_a_call(torch: Any) -> None:
-    """A CUDA graph captured in p.run is replayed there, on the partition's SMs."""
+    """A CUDA graph that p.run captured replays on the partition's SMs."""
     x = torch.ones(SIZE, device="cuda")
     held: dict[str, Any] = {}
 
@@ -122,7 +122,7 @@ def test_a_graph_is_captured_in_a_call(torch: Any) -> None:
 
 
 def test_torch_takes_a_buffer(torch: Any) -> None:
-    """`from_dlpack` sees what a kernel is still to write, and keeps a closed buffer's memory."""
+    """`from_dlpack` waits for the writing kernel, and keeps a closed buffer's memory."""
 
     async def main() -> None:
         async with Pool([0], prepare=[saxpy]) as pool, pool.partition(16) as p:
@@ -137,7 +137,7 @@ def test_torch_takes_a_buffer(torch: Any) -> None:
 
 
 def test_cupy_works_on_a_partitions_stream() -> None:
-    """CuPy's current stream is the partition's, in a call and in a block; its arrays are ours."""
+    """CuPy's current stream is the partition's, and its arrays are arguments."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not on this machine")
     from greensched.integrations import cupy as gs_cupy
 

@@ -21,7 +21,7 @@ LAUNCHES = 1000
 
 
 def work(seen: Buffer, x: Buffer, y: Buffer) -> None:
-    """Shows its SMs, and adds x to y twice."""
+    """Record the SMs, and add x to y twice."""
     call = current_call()
     assert call is not None
     everywhere = LaunchConfig(grid=2 * call.sm_count, block=1024)
@@ -35,7 +35,7 @@ def ids(words: np.ndarray) -> frozenset[int]:
 
 
 def test_a_graph_between_jobs_on_two_partitions() -> None:
-    """1,000 launches, each partition's on its own SMs, with right results; no word goes back."""
+    """1,000 launches run on their partition's SMs with right results."""
 
     async def main() -> None:
         async with Pool([0], prepare=[saxpy, smids]) as pool, pool.partitions(16, 32) as several:

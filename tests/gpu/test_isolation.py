@@ -24,7 +24,7 @@ def ids(words: np.ndarray) -> frozenset[int]:
 
 
 def test_random_leases_share_no_sm() -> None:
-    """Of 400 random leases, some cancelled at work, none sees an SM that another one holds."""
+    """Of 400 random leases, some cancelled, none sees an SM of another."""
     rng = random.Random(SEED)
     held: dict[int, frozenset[int]] = {}
     counts = {"leases": 0, "cancelled": 0, "at once": 0}
@@ -70,7 +70,7 @@ def test_random_leases_share_no_sm() -> None:
 
 @pytest.mark.fault("A3")
 def test_a_cancelled_kernel_keeps_its_sms() -> None:
-    """SMs under a kernel that was left running are not granted until it has ended."""
+    """SMs of a running kernel are granted only after its end."""
 
     async def main() -> None:
         async with Pool([0]) as pool:
@@ -92,7 +92,7 @@ def test_a_cancelled_kernel_keeps_its_sms() -> None:
 
 
 def test_work_in_one_partition_does_not_wait_for_another() -> None:
-    """A partition answers while every SM of another one is kept busy."""
+    """A partition answers while all others are busy."""
 
     async def main() -> None:
         async with Pool([0]) as pool, pool.partitions(16, greensched.REST) as (p, rest):

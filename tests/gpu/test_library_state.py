@@ -1,7 +1,4 @@
-"""On a real GPU: libraries with state of their own work in two partitions at once.
-
-What docs/how-to/libraries.md says of them is tried here.
-"""
+"""On a real GPU: libraries with their own state work in two partitions at once."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def torch() -> Any:
-    """torch, with CUDA."""
+    """Return torch with CUDA."""
     found = pytest.importorskip("torch", reason="torch is not on this machine")
     if not found.cuda.is_available():
         pytest.skip("torch on this machine was built without CUDA")
@@ -42,7 +39,7 @@ def in_two_partitions(work: Callable[[], Any]) -> list[Any]:
 
 
 def test_cublas_has_a_workspace_for_each_stream(torch: Any) -> None:
-    """Products that split the inner dimension use a workspace; none is shared, so none is wrong."""
+    """Products with a split inner dimension are right in both."""
     a = torch.randn(256, 16384, device="cuda", dtype=torch.float16)
     b = torch.randn(16384, 256, device="cuda", dtype=torch.float16)
     expected = (a.float() @ b.float()).cpu()
@@ -52,7 +49,7 @@ def test_cublas_has_a_workspace_for_each_stream(torch: Any) -> None:
 
 
 def test_cudnns_benchmark_ends(torch: Any) -> None:
-    """It measures algorithms on the SMs of the call, and chooses one that is right there."""
+    """It measures on the call's SMs, and its result is right."""
     x, w = torch.randn(8, 64, 56, 56, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
     expected = torch.nn.functional.conv2d(x.double(), w.double(), padding=1).float().cpu()
     torch.cuda.synchronize()
@@ -65,7 +62,7 @@ def test_cudnns_benchmark_ends(torch: Any) -> None:
 
 
 def test_flash_attention_sizes_nothing_by_the_gpu(torch: Any) -> None:
-    """Torch's own attention kernels give the same result on any number of SMs."""
+    """Torch's attention kernels are right on any number of SMs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (torch.randn(2, 8, 512, 64, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -79,7 +76,7 @@ def test_flash_attention_sizes_nothing_by_the_gpu(torch: Any) -> None:
 
 
 def test_nccl_leaves_the_workers_context(torch: Any) -> None:
-    """A communicator is made and used in a call; the next call has its own context all the same."""
+    """After a call that uses NCCL, the next call has its own context."""
     distributed = torch.distributed
     if not distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")

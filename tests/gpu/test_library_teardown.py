@@ -160,7 +160,7 @@ def finish(use: str, end: str) -> str:
 
 @pytest.mark.parametrize("use", USES)
 def test_no_process_aborts(use: str) -> None:
-    """Whatever a library frees after its partition, and wherever the process is then."""
+    """A library may free memory after its partition, at any time."""
     package, _, module = USES[use].partition(".")
     if find_spec(package) is None or (module and find_spec(USES[use]) is None):
         pytest.skip(f"{USES[use]} is not on this machine")

@@ -1,4 +1,4 @@
-"""On a real GPU: a kernel with much local memory does not wait once it was prepared."""
+"""On a real GPU: a prepared kernel with much local memory does not wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = LaunchConfig(grid=64, block=64)
 
 
 async def launch_beside_a_busy_partition(pool: Pool, kernel: Kernel) -> np.ndarray:
-    """Its result, while every other SM waits for the host."""
+    """Return its result, while every other SM waits for the host."""
     async with pool.partitions(16, REST) as (p, rest):
         word = await rest.empty_pinned(1, np.uint32)
         busy = LaunchConfig(grid=rest.sm_count, block=1024)
@@ -46,7 +46,7 @@ async def launch_beside_a_busy_partition(pool: Pool, kernel: Kernel) -> np.ndarr
 
 
 def test_a_prepared_kernel_with_local_memory_does_not_wait() -> None:
-    """Local memory is sized while the pool opens: nothing waits for the whole device later."""
+    """Local memory is sized when the pool opens."""
     kernel = Program(SOURCE).kernel("scatter")
 
     async def main() -> None:

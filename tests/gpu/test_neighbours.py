@@ -1,4 +1,4 @@
-"""On a real GPU: memory comes back, large things travel whole, and torch finds its own device."""
+"""On a real GPU: memory returns, large arrays arrive whole, and torch works beside a pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def free_bytes() -> int:
-    """What the driver says is free on the device 0."""
+    """Return the free bytes of device 0."""
     from cuda.bindings import driver
 
     driver.cuInit(0)
@@ -30,7 +30,7 @@ def free_bytes() -> int:
 
 
 def lose() -> None:
-    """Print the bytes less after 98 more pools than two, beside a holder of the primary context."""
+    """Print the bytes that 98 more pools cost, beside a holder of the primary context."""
     from cuda.bindings import driver
 
     driver.cuInit(0)
@@ -49,7 +49,7 @@ def lose() -> None:
 
 
 def test_a_gigabyte_goes_there_and_back() -> None:
-    """A large array is uploaded, worked on and downloaded whole, beside a loop that goes on."""
+    """A large array is uploaded, processed and downloaded while the loop runs."""
     beats = 0
 
     async def beat() -> None:
@@ -74,7 +74,7 @@ def test_a_gigabyte_goes_there_and_back() -> None:
 
 
 def test_a_hundred_pools_take_no_more_memory_than_two() -> None:
-    """Green contexts are kept for the next pool: driver 580 loses 4 MiB of each that is made."""
+    """Green contexts are kept for the next pool."""
     # A process of its own: what other tests' pools lose is not counted.
     ran = subprocess.run([sys.executable, __file__], stdout=subprocess.PIPE, text=True, check=True)
     assert int(ran.stdout) == 0
@@ -82,7 +82,7 @@ def test_a_hundred_pools_take_no_more_memory_than_two() -> None:
 
 @pytest.mark.fault("B12")
 def test_torch_works_in_a_partition_and_beside_it() -> None:
-    """Torch computes in p.run, on the partition's stream, and outside as ever."""
+    """Torch works in p.run and outside of it."""
     torch = pytest.importorskip("torch", reason="torch is not on this machine")
 
     async def main() -> None:

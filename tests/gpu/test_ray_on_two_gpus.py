@@ -52,7 +52,7 @@ async def where(p: Partition) -> tuple[int, str, int, float]:
 
 @pytest.fixture(scope="module")
 def two_gpus() -> Iterator[None]:
-    """A cluster of this host alone."""
+    """Start a cluster on this host alone."""
     if device_count() < 2:
         pytest.skip("the test needs 2 devices")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,7 +1,4 @@
-"""On two real GPUs: torch in partitions of both, a device that is lost, and a process for each.
-
-What a pool over two devices does with leases, buffers and copies is in tests/conformance.
-"""
+"""On two real GPUs: torch in partitions of both, a lost device, and a process for each."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def uuids() -> list[str]:
 
 
 def test_torch_has_the_device_of_each_partition(uuids: list[str]) -> None:
-    """Calls of both devices run at once, each with its device, stream and results."""
+    """Concurrent calls have their own device, stream and results."""
     torch = pytest.importorskip("torch", reason="torch is not on this machine")
     import greensched.integrations.torch  # noqa: F401  calls have torch's stream by this
 
@@ -67,7 +64,7 @@ def test_torch_has_the_device_of_each_partition(uuids: list[str]) -> None:
 
 @pytest.mark.parametrize("way", ["peer", "staged"])
 def test_large_copies_arrive(uuids: list[str], monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """A quarter of a gigabyte goes to the other device and back, straight or through the host."""
+    """A quarter of a gigabyte goes to the other device and back."""
     if way == "staged":
         monkeypatch.setattr(CudaDriver, "can_access_peer", lambda *_: False)
     array = np.random.default_rng(1).integers(0, 256, 2**28, np.uint8)
@@ -151,7 +148,7 @@ asyncio.run(main())
 
 
 def lost(pools: str) -> dict[str, Any]:
-    """Lose device 0 in a process with work on device 1; return what became of that."""
+    """Lose device 0 in a process with work on device 1; return the consequences."""
     ran = subprocess.run(
         [sys.executable, "-c", LOST, pools], capture_output=True, text=True, timeout=60, check=False
     )
@@ -163,7 +160,7 @@ def lost(pools: str) -> dict[str, Any]:
 
 @NOT_ON_STANDIN
 def test_a_lost_device_ends_the_pool_over_both(uuids: list[str]) -> None:
-    """An illegal address on one device: leases of the other one end at once, by its fault."""
+    """After an illegal address, leases of the other device end at once."""
     found = lost("one pool")
     assert found["cause"] == "ILLEGAL_ADDRESS"
     assert found["held"] == found["queued"] == "DeviceFault of device 0"
@@ -173,7 +170,7 @@ def test_a_lost_device_ends_the_pool_over_both(uuids: list[str]) -> None:
 
 @NOT_ON_STANDIN
 def test_a_lost_device_ends_the_pool_of_the_other(uuids: list[str]) -> None:
-    """With a pool on each device, the other one is lost, too: CUDA ends for the process."""
+    """With a pool on each device, the other pool ends as well."""
     found = lost("two pools")
     assert found["cause"] == "ILLEGAL_ADDRESS"
     assert found["held"] == found["queued"] == "DeviceFault of device 1"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The process's cache is new, and this directory its own."""
+    """Use a new cache in its own directory."""
     directory = tmp_path / "cubins"
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", str(directory))
     monkeypatch.setattr(cache, "_shared", None)
@@ -24,7 +24,7 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def facts() -> DeviceFacts:
-    """An H200's."""
+    """Return an H200's facts."""
     return DeviceFacts(
         ordinal=0,
         name="H200",

@@ -16,7 +16,7 @@ _KPARAM_INFO = 0x17
 
 
 def layout(cubin: bytes, kernel: str) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of each parameter, as `Driver.kernel_layout` answers."""
+    """Return (offset, size) of each parameter, like `Driver.kernel_layout`."""
     info = dict(_sections(cubin))[f".nv.info.{kernel}"]
     found = {}
     for attribute, body in _attributes(info):

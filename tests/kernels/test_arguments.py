@@ -17,7 +17,7 @@ PAIR = np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")])
 
 
 def packed(dtype: str, value: Any) -> bytes:
-    """What the code would read of one argument."""
+    """Return what the code would read of one argument."""
     parameter = Parameter("x", dtype)
     arguments = KernelArguments(Program("").kernel("f", parameters=(parameter,)), 0)
     arguments.fill([value])
@@ -61,13 +61,13 @@ def test_an_argument_is_packed_as_the_code_reads_it(
     ],
 )
 def test_an_argument_that_would_be_bent_is_refused(dtype: str, value: Any, said: str) -> None:
-    """What numpy would cut, fill up or read out of text is no argument."""
+    """Values that numpy would truncate, extend or parse from text are refused."""
     with pytest.raises(ArgumentMismatch, match=said):
         packed(dtype, value)
 
 
 def test_a_copy_keeps_its_own_account_of_buffers() -> None:
-    """A buffer set in a copy is the copy's, in its values and in what it uses; not the first's."""
+    """A buffer that is set in a copy does not change the original."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:
@@ -84,7 +84,7 @@ def test_a_copy_keeps_its_own_account_of_buffers() -> None:
 
 @pytest.mark.fault("I15")
 def test_what_was_refused_keeps_no_buffer() -> None:
-    """A launch that is kept for reuse keeps none of the buffers of one that was refused."""
+    """A reusable launch keeps no buffer of a refused one."""
 
     async def main() -> None:
         async with Pool(driver="simulated:h200") as pool, pool.partition(8) as p:

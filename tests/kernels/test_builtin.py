@@ -28,7 +28,7 @@ def floats(*shape: int) -> NDArray[np.float32]:
 
 
 def typed(kernel: Kernel, arguments: tuple[Any, ...]) -> list[Any]:
-    """The arguments as a driver hands them over: scalars as numpy scalars."""
+    """Return the arguments as a driver passes them: scalars as numpy scalars."""
     return [
         value if parameter.pointer else np.dtype(parameter.dtype).type(value)
         for parameter, value in zip(kernel.parameters, arguments, strict=True)
@@ -58,7 +58,7 @@ def launch(facts: DeviceFacts) -> Launch:
 
 
 def alone_ns(cost: Cost, launch: LaunchFacts) -> float:
-    """What `Cost` says a kernel takes alone on its SMs, with an H200's bandwidth."""
+    """Return the time that `Cost` gives for a kernel alone on its SMs of an H200."""
     usable = launch.grid[0] if cost.sms is None else cost.sms
     return cost.fixed_ns + max(
         cost.sm_ns / min(len(launch.sms), usable), cost.dram_bytes / 4.8e12 * 1e9
@@ -78,7 +78,7 @@ def test_a_built_in_kernel_is_complete(kernel: Kernel) -> None:
 
 
 def test_fill(launch: Launch) -> None:
-    """The first n items are set, the rest of the allocation is not."""
+    """`fill` sets the first n items and no others."""
     out = floats(12)
     rest = out[10:].copy()
     run(kernels.fill, launch(), out, 2.5, 10)
@@ -87,7 +87,7 @@ def test_fill(launch: Launch) -> None:
 
 
 def test_saxpy(launch: Launch) -> None:
-    """It makes y a * x + y for the first n items, and x stays."""
+    """`saxpy` sets y to a * x + y for the first n items, and does not change x."""
     x, y = floats(12), floats(12)
     before, expected = x.copy(), y.astype(np.float64)
     expected[:10] += 2.5 * x[:10].astype(np.float64)
@@ -97,14 +97,14 @@ def test_saxpy(launch: Launch) -> None:
 
 
 def test_reduce_sum(launch: Launch) -> None:
-    """The sum of the first n items is added to out[0], and nothing else of out is touched."""
+    """`reduce_sum` adds the sum of the first n items to out[0] and changes nothing else."""
     x, out = floats(100_003), np.array([5, 7], np.float32)
     run(kernels.reduce_sum, launch(), x, out, 100_000)
     np.testing.assert_allclose(out, [5 + x[:100_000].sum(dtype=np.float64), 7], rtol=1e-4)
 
 
 def test_nothing_to_do(launch: Launch) -> None:
-    """With n = 0 nothing is touched and the cost is nothing."""
+    """With n = 0 nothing is changed, and the cost is 0."""
     x, y = floats(3), floats(3)
     expected = y.copy()
     run(kernels.saxpy, launch(), 2, x, y, 0)
@@ -118,7 +118,7 @@ def test_nothing_to_do(launch: Launch) -> None:
 
 
 def naive_blur(image: NDArray[np.float32], sigma: float) -> NDArray[np.float64]:
-    """The definition: a weighted sum over a square of pixels, edges clamped."""
+    """Return a weighted sum over a square of pixels, with clamped edges."""
     radius = min(int(np.ceil(np.float32(3) * np.float32(sigma))), 64) if sigma > 0 else 0
     offsets = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (offsets / float(np.float32(sigma))) ** 2) if radius else np.ones(1)
@@ -161,7 +161,7 @@ def test_gaussian_blur(launch: Launch, shape: tuple[int, int, int], sigma: float
 
 
 def test_a_blur_keeps_what_is_even(launch: Launch) -> None:
-    """An image of one colour stays so, at its edges too: the weights are normalised."""
+    """A uniform image is unchanged, at its edges too."""
     image, result = np.full(300 * 20, 3.0, np.float32), np.zeros(300 * 20, np.float32)
     run(kernels.gaussian_blur, launch(), image, result, 300, 20, 1, 7.0)
     np.testing.assert_allclose(result, 3.0, rtol=1e-5)
@@ -173,7 +173,7 @@ def test_a_blur_keeps_what_is_even(launch: Launch) -> None:
 @pytest.mark.parametrize("passes", [0, 1, 3])
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 65, 17), (1, 1, 1), (8, 4, 0)])
 def test_matmul(launch: Launch, m: int, n: int, k: int, passes: int) -> None:
-    """It makes c passes times the product, and what lies behind it in memory stays."""
+    """`matmul` gives the product multiplied by the number of passes, and writes nothing beyond."""
     a, b, c = floats(m * k), floats(k * n), floats(m * n + 2)
     rest = c[m * n :].copy()
     run(kernels.matmul, launch(), a, b, c, m, n, k, passes)
@@ -183,7 +183,7 @@ def test_matmul(launch: Launch, m: int, n: int, k: int, passes: int) -> None:
 
 
 def test_matmul_leaves_its_operands(launch: Launch) -> None:
-    """A and b are only read."""
+    """`matmul` only reads a and b."""
     a, b, c = floats(12), floats(12), floats(9)
     before = a.copy(), b.copy()
     run(kernels.matmul, launch(), a, b, c, 3, 3, 4, 2)
@@ -195,7 +195,7 @@ def test_matmul_leaves_its_operands(launch: Launch) -> None:
 
 
 def test_smids_sees_the_launchs_sms(launch: Launch, facts: DeviceFacts) -> None:
-    """The bit of each SM of the launch is set, beside those that were set before."""
+    """The bit of each of the launch's SMs is set, and earlier bits stay."""
     sms = (0, 5, 31, 32, 131)
     seen = np.zeros(6, np.uint32)
     seen[0] = 2
@@ -234,7 +234,7 @@ def test_spin_and_latch_touch_nothing(launch: Launch) -> None:
 def test_blocks_that_wait_do_so_together(
     launch: Launch, blocks: int, threads: int, sms: int, shared: int, rounds: int
 ) -> None:
-    """Spin and smids take their time once for each filling of the SMs, not once for each block."""
+    """`spin` and `smids` take their time once for each wave of blocks."""
     facts = launch(blocks, threads, sms, shared)
     assert alone_ns(cost(kernels.spin, facts, 1000), facts) == rounds * 1000
     seen = np.zeros(5, np.uint32)
@@ -242,7 +242,7 @@ def test_blocks_that_wait_do_so_together(
 
 
 def test_a_latch_ends_with_its_word(launch: Launch) -> None:
-    """Its cost looks at the word itself, each time it is asked."""
+    """Its cost reads the word at each call."""
     word = np.zeros(4, np.uint32)
     until = cost(kernels.latch, launch(), word, 0).until
     assert until is not None
@@ -256,7 +256,7 @@ def test_a_latch_ends_with_its_word(launch: Launch) -> None:
 
 @pytest.fixture
 def works() -> dict[str, tuple[Kernel, tuple[Any, ...]]]:
-    """A large piece of work for each kernel that computes."""
+    """Return a large piece of work for each computing kernel."""
     x = np.broadcast_to(np.float32(0), (1 << 24,))
     return {
         "fill": (kernels.fill, (x, 1.0, 1 << 24)),
@@ -282,7 +282,7 @@ def test_more_sms_are_never_slower(
 def test_memory_and_arithmetic_bound(
     launch: Launch, works: dict[str, tuple[Kernel, tuple[Any, ...]]]
 ) -> None:
-    """On all SMs saxpy takes what memory allows, and a matrix product what its operations need."""
+    """On all SMs `saxpy` is bound by memory, and `matmul` by arithmetic."""
     facts = launch(blocks=4096)
     kernel, arguments = works["saxpy"]
     assert alone_ns(cost(kernel, facts, *arguments), facts) == pytest.approx(12 * 2**24 / 4800)
@@ -292,7 +292,7 @@ def test_memory_and_arithmetic_bound(
 
 
 def test_few_blocks_use_few_sms(launch: Launch) -> None:
-    """Neither more blocks than there is work for nor more work than blocks widen a kernel."""
+    """A kernel uses no more SMs than it has blocks or work for."""
     x = floats(1)
     assert cost(kernels.saxpy, launch(blocks=4), 1.0, x, x, 1 << 20).sms == 4
     assert cost(kernels.saxpy, launch(blocks=400, threads=256), 1.0, x, x, 512).sms == 2
@@ -301,7 +301,7 @@ def test_few_blocks_use_few_sms(launch: Launch) -> None:
 
 
 def test_costs_touch_nothing(launch: Launch) -> None:
-    """A cost is asked before the kernel runs, and leaves its arguments as they are."""
+    """A cost does not change its arguments."""
     x, y, seen = floats(64), floats(64), np.zeros(8, np.uint32)
     for array in (x, y, seen):
         array.flags.writeable = False

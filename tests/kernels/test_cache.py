@@ -1,4 +1,4 @@
-"""The cache of cubins: what it keeps, and what it refuses."""
+"""The cache of cubins: what it keeps and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "0" * 64
 
 
 class Maker:
-    """Counts how often something was made."""
+    """Counts how often it makes something."""
 
     def __init__(self, binary: bytes = b"cubin") -> None:
         self.binary = binary
@@ -40,7 +40,7 @@ class Maker:
 
 @pytest.mark.fault("F12")
 def test_the_key_covers_everything() -> None:
-    """Each thing that decides the machine code changes the key, the order of options included."""
+    """Everything that decides the machine code changes the key, even the order of options."""
 
     def key(
         source: str = "s",
@@ -80,7 +80,7 @@ def test_the_key_covers_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_made_once(tmp_path: Path) -> None:
-    """What was made is not made again: neither by this cache nor by one that starts later."""
+    """An entry is made once, for this cache and for later ones."""
     make = Maker()
     first = Cache(tmp_path)
     assert [first.get(KEY, make), first.get(KEY, make)] == [b"cubin"] * 2
@@ -99,7 +99,7 @@ def test_memory_alone(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least recently used leaves first."""
+    """The least recently used entry is dropped first."""
     monkeypatch.setattr(cache, "_MOST_IN_MEMORY", 2)
     makers = {key: Maker() for key in "abc"}
     bounded = Cache(None)
@@ -121,7 +121,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_damaged_file_is_replaced(tmp_path: Path, damage: object) -> None:
-    """A file that is not what was written is made anew, and is good from then on."""
+    """A damaged file is made anew."""
     assert callable(damage)
     make = Maker()
     Cache(tmp_path).get(KEY, make)
@@ -150,7 +150,7 @@ def replace_by_link(path: Path) -> None:
 def test_what_is_no_plain_file_of_our_own_is_replaced(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """A FIFO is not waited for, a link is not followed, what others can write is not believed."""
+    """FIFOs, links, and files that others can write are replaced."""
     Cache(tmp_path).get(KEY, Maker())
     path = tmp_path / f"{KEY}.cubin"
     damage(path)
@@ -164,7 +164,7 @@ def test_what_is_no_plain_file_of_our_own_is_replaced(
 
 @pytest.mark.fault("F12")
 def test_a_file_under_another_name_is_replaced(tmp_path: Path) -> None:
-    """A good file of another key is not taken for this one's."""
+    """A file with another key's content is replaced."""
     Cache(tmp_path).get("a" * 64, Maker(b"another"))
     (tmp_path / f"{'a' * 64}.cubin").rename(tmp_path / f"{KEY}.cubin")
     assert Cache(tmp_path).get(KEY, Maker()) == b"cubin"
@@ -178,7 +178,7 @@ def test_nothing_else_is_left_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_not_cached(tmp_path: Path) -> None:
-    """An error of the compiler goes to the caller, and the next call tries again."""
+    """The caller gets the compiler's error, and the next call tries again."""
 
     def fail() -> bytes:
         raise CompileFailed("x.cu", "sm_90", "no")
@@ -190,7 +190,7 @@ def test_a_failure_is_not_cached(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_no_failure(tmp_path: Path) -> None:
-    """A directory that vanishes or cannot be written to costs only the caching."""
+    """A directory that vanishes or cannot be written costs only the caching."""
     kept = Cache(tmp_path / "cubins")
     (tmp_path / "cubins").rmdir()
     make = Maker()
@@ -200,7 +200,7 @@ def test_a_disk_that_fails_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    """Where the finished file cannot be moved to its name, its temporary file goes too."""
+    """If a file cannot be renamed, its temporary file is removed."""
     (tmp_path / f"{KEY}.cubin").mkdir()
     assert Cache(tmp_path).get(KEY, Maker()) == b"cubin"
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.cubin"]
@@ -210,7 +210,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_directory_is_made_for_us_alone(tmp_path: Path) -> None:
-    """A missing directory is made, with its parents, and no other user may enter it."""
+    """A missing directory is made with its parents, for the user alone."""
     made = Cache(tmp_path / "a" / "b").directory
     assert made == tmp_path / "a" / "b"
     assert made.stat().st_mode & 0o777 == 0o700
@@ -234,7 +234,7 @@ def test_with_any_umask_all_is_private(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F12", "I11")
 def test_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
-    """Every user can rename what is in a directory open to all, unless its sticky bit is set."""
+    """A parent that all users can write needs its sticky bit."""
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="can be replaced by other users"):
         assert Cache(tmp_path / "cubins").directory is None
@@ -244,7 +244,7 @@ def test_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
 def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
-    """Where others can write they could plant code: memory only, and one warning says so."""
+    """If others can write it, the cache uses memory only, and warns once."""
     tmp_path.chmod(mode)
     with pytest.warns(RuntimeWarning, match="is writable by other users") as caught:
         refused = Cache(tmp_path)
@@ -257,7 +257,7 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> Non
 
 
 def test_a_directory_others_may_read_is_used(tmp_path: Path) -> None:
-    """Reading does no harm."""
+    """A directory that others can read is used."""
     tmp_path.chmod(0o755)
     assert Cache(tmp_path).directory == tmp_path
 
@@ -272,14 +272,14 @@ def test_a_directory_of_another_user_is_refused(
 
 
 def test_a_path_that_is_no_directory_means_memory_only(tmp_path: Path) -> None:
-    """A directory that cannot be made is no failure and no warning."""
+    """A directory that cannot be made is no error and no warning."""
     (tmp_path / "file").write_text("")
     assert Cache(tmp_path / "file").directory is None
     assert Cache(tmp_path / "file" / "below").directory is None
 
 
 def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own variable comes first, then XDG's if it is absolute, then the home directory."""
+    """Our variable comes first, then XDG's if it is absolute, then the home directory."""
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("GREENSCHED_CACHE_DIR", "")
@@ -307,7 +307,7 @@ def test_no_home_means_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_that_want_the_same_make_it_once() -> None:
-    """Threads that come while it is being made wait, and get what was made."""
+    """Threads that request an entry while it is made wait and get it."""
     shared = Cache(None)
     inside, finish = threading.Event(), threading.Event()
     make = Maker()
@@ -333,7 +333,7 @@ def test_threads_that_want_the_same_make_it_once() -> None:
 
 
 def test_threads_that_want_different_things_do_not_wait() -> None:
-    """A long compilation blocks no thread that wants another cubin."""
+    """A long compilation blocks no thread with another cubin."""
     shared = Cache(None)
 
     def slow() -> bytes:
@@ -350,7 +350,7 @@ def test_threads_that_want_different_things_do_not_wait() -> None:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A compiler that notes what it compiles."""
+    """A compiler that records what it compiles."""
     compiled: list[str] = []
 
     def note(source: str, *, name: str, arch: str, options: object = ()) -> bytes:
@@ -381,7 +381,7 @@ def test_what_is_not_known_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
     texts: tuple[bytes | None, ...],
 ) -> None:
-    """A cubin of an unknown text, or of one that changed meanwhile, is returned and not kept."""
+    """A cubin whose text is unknown, or changed meanwhile, is returned and not cached."""
     answers = itertools.cycle(texts)
     monkeypatch.setattr(nvrtc, "preprocess", lambda source, **options: next(answers))
     for _ in range(2):
@@ -391,7 +391,7 @@ def test_what_is_not_known_is_not_kept(
 
 
 def test_the_process_has_one_cache(cache_directory: Path) -> None:
-    """It is made at its first use, in the directory of the environment."""
+    """It is made at its first use, in the directory that the environment names."""
     assert not cache_directory.exists()
     assert cache.shared() is cache.shared()
     assert cache.shared().directory == cache_directory

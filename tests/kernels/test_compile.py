@@ -1,4 +1,4 @@
-"""Through NVRTC, for every architecture, without a GPU: the built-in kernels, and the cache."""
+"""Compilation by NVRTC for every architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": 
 
 
 class CubinDriver:
-    """Loads cubins no further than to say which parameters they have."""
+    """A driver that loads a cubin only to return its parameters."""
 
     needs_binary = True
 
@@ -67,7 +67,7 @@ def test_a_built_in_kernel_compiles(facts: DeviceFacts, kernel: Kernel, arch: st
 
 @pytest.mark.usefixtures("cache_directory")
 def test_the_compiler_agrees_with_the_parser(facts: DeviceFacts) -> None:
-    """Every fundamental type is as large in the code as the signature's reading makes it."""
+    """Every fundamental type has the same size in the code and in the signature."""
     types = [
         *("bool", "char", "signed char", "unsigned char", "short", "unsigned short", "int"),
         *("signed", "unsigned", "long", "unsigned long int", "long long", "unsigned long long"),
@@ -82,7 +82,7 @@ def test_the_compiler_agrees_with_the_parser(facts: DeviceFacts) -> None:
 
 @pytest.mark.usefixtures("cache_directory")
 def test_parameters_that_contradict_the_code_are_caught(facts: DeviceFacts) -> None:
-    """Parameters given by hand are compared with what the compiler made of the source."""
+    """Explicit parameters are compared with the compiled code."""
     program = Program('struct S { int a, b, c; }; extern "C" __global__ void f(char x, S s) { }')
     right = [Parameter("x", "i1"), Parameter("s", "V12")]
     loader_for(facts).load(program.kernel("f", parameters=right))
@@ -134,7 +134,7 @@ BODY = 'extern "C" __global__ void f(int *x) { *x = VALUE; }'
 def test_a_changed_header_is_compiled_anew(
     cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, include: str
 ) -> None:
-    """However a header is included, its change changes the cubin, and changed back it is known."""
+    """A changed header changes the cubin, however it is included."""
     headers = tmp_path / "headers"
     headers.mkdir()
     (headers / "outer.h").write_text('#include "h.h"')
@@ -153,7 +153,7 @@ def test_a_changed_header_is_compiled_anew(
 @pytest.mark.fault("I6")
 @pytest.mark.usefixtures("cache_directory")
 def test_a_header_that_appears_is_seen(tmp_path: Path) -> None:
-    """The answer of `__has_include` is part of what is compiled."""
+    """The result of `__has_include` is part of the key."""
     source = f"#if __has_include(<late.h>)\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n{BODY}"
     program = Program(source, options=[f"-I{tmp_path}"])
     first = program.compile("sm_90")
@@ -163,7 +163,7 @@ def test_a_header_that_appears_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.fault("I6")
 def test_the_time_is_part_of_the_text() -> None:
-    """A source with `__TIME__` is another one each second."""
+    """A source with `__TIME__` has another key each second."""
     text = nvrtc.preprocess("const char *at = __TIME__;", name="x.cu", arch="sm_90")
     assert text is not None
     assert re.search(rb'at ?= ?"\d\d:\d\d:\d\d"', text)
@@ -192,7 +192,7 @@ SECRET = "token = hunter2;"
 def test_a_file_outside_the_headers_is_not_quoted(
     cache_directory: Path, tmp_path: Path, source: str
 ) -> None:
-    """Source that includes a file from elsewhere is refused, and no word of the file is told."""
+    """A source that includes another file is refused, without a word of that file."""
     (tmp_path / "headers").mkdir()
     path = tmp_path / "secret"
     path.write_text(SECRET)
@@ -218,7 +218,7 @@ def test_a_file_outside_the_headers_is_not_quoted(
     ],
 )
 def test_files_in_folders_of_headers_are_read(tmp_path: Path, name: str, option: str) -> None:
-    """Folders in the options, of a header given there, and of the source are folders of headers."""
+    """Include folders are those of the options, the headers and the source."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "first.h").write_text("")
     (tmp_path / "h.h").write_text("#define VALUE 1\n")
@@ -233,7 +233,7 @@ def test_files_in_folders_of_headers_are_read(tmp_path: Path, name: str, option:
 def test_the_working_directory_is_no_folder_of_headers(
     cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVRTC looks there for a source whose name has no folder; what it finds is refused."""
+    """A header that NVRTC finds in the working directory is refused."""
     (tmp_path / ".env").write_text(SECRET)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CompileFailed, match=r'includes "\.env", which is in no folder of headers'):

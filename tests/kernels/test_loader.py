@@ -1,4 +1,4 @@
-"""Loading kernels onto a device."""
+"""Loading kernels on a device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = {"f": ((0, 8), (8, 4), (16, 8)), "g": ()}
 
 
 class FakeDriver(HostServices):
-    """The driver calls of a loader, and a list of those that were made."""
+    """A loader's driver calls, and a list of those that were made."""
 
     def __init__(self, *, needs_binary: bool = True) -> None:
         self.needs_binary = needs_binary
@@ -84,7 +84,7 @@ class FakeDriver(HostServices):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Instead of a compiler: notes for which architecture what was compiled."""
+    """Replace the compiler, and record what is compiled for which architecture."""
     names: list[str] = []
 
     def compiled(source: str, *, name: str, arch: str, options: object, in_sandbox: bool) -> bytes:
@@ -111,7 +111,7 @@ def test_a_kernel_is_compiled_and_loaded(facts: DeviceFacts, compiled: list[str]
 
 
 def test_loaded_never_loads(facts: DeviceFacts) -> None:
-    """`loaded` tells what is there and calls nothing, before and after."""
+    """`loaded` makes no driver call, before and after."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     kernel = Program(SOURCE).kernel("f")
@@ -124,7 +124,7 @@ def test_loaded_never_loads(facts: DeviceFacts) -> None:
 
 
 def test_each_load_is_for_the_current_context(facts: DeviceFacts, compiled: list[str]) -> None:
-    """A second load, in another context say, loads the kernel there and does nothing else again."""
+    """A second load in another context loads the kernel there and does nothing else."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     kernel = Program(SOURCE).kernel("f")
@@ -136,7 +136,7 @@ def test_each_load_is_for_the_current_context(facts: DeviceFacts, compiled: list
 
 
 def test_local_memory_is_sized_when_a_kernel_is_loaded(facts: DeviceFacts) -> None:
-    """Once, to the most that any kernel needs of each thread; never to less than there is."""
+    """It is set once, to the most that any kernel needs, and never lowered."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     program = Program(SOURCE)
@@ -152,7 +152,7 @@ def test_local_memory_is_sized_when_a_kernel_is_loaded(facts: DeviceFacts) -> No
 
 
 def test_a_driver_may_give_less_local_memory(facts: DeviceFacts) -> None:
-    """What it gives is asked for once, and the kernel is loaded all the same."""
+    """The driver is asked once, and the kernel is loaded in any case."""
 
     class Clamping(FakeDriver):
         def set_limit(self, limit: Limit, nbytes: int) -> None:
@@ -164,7 +164,7 @@ def test_a_driver_may_give_less_local_memory(facts: DeviceFacts) -> None:
 
 
 def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> None:
-    """Kernels of one program come from one library; another program is another library."""
+    """Kernels of one program share a library."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     program = Program(SOURCE)
@@ -176,7 +176,7 @@ def test_a_program_is_loaded_once(facts: DeviceFacts, compiled: list[str]) -> No
 
 
 def test_a_driver_that_needs_no_binary_gets_none(facts: DeviceFacts, compiled: list[str]) -> None:
-    """Simulating compiles nothing, so it needs no compiler, and no cubin for the device."""
+    """A simulated device needs neither a compiler nor a cubin."""
     driver = FakeDriver(needs_binary=False)
     loader = loader_of(driver, facts)
     loader.load(Program(SOURCE).kernel("f"))
@@ -187,7 +187,7 @@ def test_a_driver_that_needs_no_binary_gets_none(facts: DeviceFacts, compiled: l
 
 
 def test_a_cubin_for_another_device_is_refused(facts: DeviceFacts) -> None:
-    """Where code is needed, that of another architecture is refused before the driver sees it."""
+    """A cubin for another architecture is refused before a driver call."""
     driver = FakeDriver()
     kernel = Program.from_cubin(b"c", arch="sm_120", parameters={"g": ()}).kernel("g")
     with pytest.raises(NotSupported):
@@ -214,7 +214,7 @@ def test_a_cubin_for_another_device_is_refused(facts: DeviceFacts) -> None:
 def test_parameters_unlike_the_code_are_refused(
     facts: DeviceFacts, layout: tuple[tuple[int, int], ...], problem: str
 ) -> None:
-    """A parameter of another size or place than in the code is named, and nothing is loaded."""
+    """A parameter that differs from the code is named, and nothing is loaded."""
     driver = FakeDriver()
     driver.layouts["f"] = layout
     loader = loader_of(driver, facts)
@@ -236,7 +236,7 @@ def test_parameters_unlike_the_code_are_refused(
 def test_cudas_alignment_is_accepted(
     facts: DeviceFacts, dtypes: list[str], layout: tuple[tuple[int, int], ...]
 ) -> None:
-    """Scalars are aligned to their size; where a structure begins is the code's to say."""
+    """Scalars are aligned to their size; the code decides where a structure begins."""
     driver = FakeDriver()
     driver.layouts["h"] = layout
     given = [Parameter(f"p{index}", dtype) for index, dtype in enumerate(dtypes)]
@@ -246,7 +246,7 @@ def test_cudas_alignment_is_accepted(
 
 
 def test_a_driver_that_cannot_tell_is_trusted(facts: DeviceFacts) -> None:
-    """Where the code cannot be asked, the parameters are taken as given."""
+    """If the code has no layout, the given parameters are used."""
     driver = FakeDriver()
     driver.layouts["f"] = None
     assert loader_of(driver, facts).load(Program(SOURCE).kernel("f")) == KernelHandle("f")
@@ -257,7 +257,7 @@ def test_a_driver_that_cannot_tell_is_trusted(facts: DeviceFacts) -> None:
 
 @pytest.mark.parametrize("name", ["load_code", "get_kernel"])
 def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, name: str) -> None:
-    """Whatever step fails, there is no handle, and a later try does what is missing."""
+    """After a failure in any step there is no handle, and the next try completes."""
     driver = FakeDriver()
     driver.failing = {name}
     loader = loader_of(driver, facts)
@@ -271,7 +271,7 @@ def test_a_failed_load_can_be_tried_again(facts: DeviceFacts, name: str) -> None
 
 
 def test_a_context_that_cannot_load_is_reported(facts: DeviceFacts) -> None:
-    """A failure to load in one context is that caller's, and another context can still load."""
+    """A failed load in one context fails that caller, and others can load."""
     driver = FakeDriver()
     driver.failing = {"load_kernel"}
     loader = loader_of(driver, facts)
@@ -284,7 +284,7 @@ def test_a_context_that_cannot_load_is_reported(facts: DeviceFacts) -> None:
 
 
 def test_threads_load_once(facts: DeviceFacts) -> None:
-    """Threads that want the same kernel at once get one handle, each loaded in its context."""
+    """Threads that load the same kernel get one handle, loaded in each context."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     kernel = Program(SOURCE).kernel("f")
@@ -325,7 +325,7 @@ def test_a_compilation_blocks_no_other_load(
 
 
 def test_closing_unloads_in_reverse(facts: DeviceFacts) -> None:
-    """Libraries are unloaded last loaded first, once; then nothing is loaded or can be."""
+    """Libraries are unloaded in reverse order, once; later loads are refused."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     first = Program(SOURCE, name="first").kernel("f")
@@ -343,7 +343,7 @@ def test_closing_unloads_in_reverse(facts: DeviceFacts) -> None:
 def test_a_kernel_is_refused_whose_loader_is_closed_meanwhile(
     facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parameters are asked for without the lock: a close in between has unloaded the code."""
+    """The layout is queried without the lock, so a close may come between."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     monkeypatch.setattr(driver, "kernel_layout", lambda _: loader.close())
@@ -354,7 +354,7 @@ def test_a_kernel_is_refused_whose_loader_is_closed_meanwhile(
 
 
 def test_closing_tries_every_library(facts: DeviceFacts) -> None:
-    """A library that cannot be unloaded keeps no other from it; the first error is raised."""
+    """All libraries are unloaded, and the first error is raised."""
     driver = FakeDriver()
     loader = loader_of(driver, facts)
     for name in "abc":
@@ -374,7 +374,7 @@ def test_closing_tries_every_library(facts: DeviceFacts) -> None:
 def test_an_abandoned_load_does_not_wait_for_the_compiler(
     facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait ends with `PartitionClosed`, also where it begins later; the compiler goes on."""
+    """The wait raises PartitionClosed, and the compiler goes on."""
     compiling, finish, compiled = threading.Event(), threading.Event(), threading.Event()
 
     def compile_slowly(self: Program, arch: str) -> bytes:
@@ -410,7 +410,7 @@ def test_an_abandoned_load_does_not_wait_for_the_compiler(
 def test_a_failure_of_the_compiler_passes_the_abandonment(
     facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the compiler raises on its thread is raised where its result is awaited."""
+    """The compiler's error is raised where its result is awaited."""
 
     def fail(self: Program, arch: str) -> bytes:
         raise CompileFailed("x.cu", arch, "no")

@@ -1,4 +1,4 @@
-"""The usual case of a launch's values: stored as `fill` stores them, or left to it untouched."""
+"""The fast path of a launch's values: it stores what `fill` stores, or leaves all to `fill`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TICKET = 7
 
 
 def buffer(**other: Any) -> Any:
-    """A buffer that only `STREAM` has used."""
+    """Return a buffer that only `STREAM` has used."""
     health = SimpleNamespace(is_over=False)
     memory = SimpleNamespace(is_closed=other.pop("is_gone", False), health=health, device_id=0)
     memory.give_back = lambda *_: None
@@ -47,7 +47,7 @@ def stored(arguments: KernelArguments, count: int) -> ctypes.Array[ctypes.c_uint
 
 
 def test_the_usual_case_is_stored_and_recorded() -> None:
-    """Numbers and addresses are each in a slot; buffers record the streams that use them."""
+    """Numbers and addresses are stored, and buffers record their streams."""
     packed, x, y = arguments(*SIGNATURE), buffer(address=16), buffer(address=32)
     y.dtype = np.dtype("i8")
     assert packed.pack((1.5, x, y, 2**63), STREAM, TICKET)
@@ -59,7 +59,7 @@ def test_the_usual_case_is_stored_and_recorded() -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_each_number_has_its_own_width(dtype: str) -> None:
-    """Of each type the largest value is stored whole, and nothing beside it."""
+    """The largest value of each type is stored whole, and nothing beside it."""
     kind = np.dtype(dtype)
     most = kind.type(np.finfo(kind).max if kind.kind == "f" else np.iinfo(kind).max)
     packed = arguments(Parameter("x", dtype), Parameter("next", "u8"))
@@ -88,7 +88,7 @@ def test_each_number_has_its_own_width(dtype: str) -> None:
     ],
 )
 def test_what_is_unusual_is_left_alone(values: tuple[Any, ...]) -> None:
-    """Another number of values, or one of another kind: no buffer records a use."""
+    """With other values nothing is stored, and no buffer records a use."""
     assert not arguments(*SIGNATURE).pack(values, STREAM, TICKET)
     for value in values:
         if isinstance(value, Buffer):
@@ -103,13 +103,13 @@ def test_a_dtype_that_is_equal_is_usual() -> None:
 
 
 def test_a_signature_beyond_it_is_never_usual() -> None:
-    """Half floats and structures have no format: only `fill` packs them."""
+    """Half floats and structures are left to `fill`."""
     for dtype in ("f2", "V16"):
         assert not arguments(Parameter("x", dtype)).pack((1.0,), STREAM, TICKET)
 
 
 def test_without_parameters_nothing_is_stored() -> None:
-    """A kernel without parameters is the usual case, given nothing."""
+    """A kernel without parameters takes the fast path."""
     assert arguments().pack((), STREAM, TICKET)
     assert not arguments().pack((1,), STREAM, TICKET)
 
@@ -127,7 +127,7 @@ VALUES = st.one_of(
 
 @given(st.lists(st.tuples(st.sampled_from([*FORMATS, "f2", "b1"]), VALUES), max_size=6))
 def test_what_is_stored_is_what_fill_stores(pairs: list[tuple[str, Any]]) -> None:
-    """Whatever the numbers are: both store the same, or `fill` has the word."""
+    """For any numbers both store the same, or `fill` does it."""
     parameters = tuple(Parameter(f"p{i}", dtype) for i, (dtype, _) in enumerate(pairs))
     values = [value for _, value in pairs]
     packed, filled = arguments(*parameters), arguments(*parameters)

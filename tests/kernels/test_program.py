@@ -40,7 +40,7 @@ def test_a_kernel_is_read_from_the_source() -> None:
 
 
 def test_a_program_says_what_it_is() -> None:
-    """Name, source, options and kernels can be read, also of kernels that cannot be used."""
+    """Its name, source, options and kernels can be read."""
     program = Program(SOURCE, name="mine.cu", options=["--std=c++20"])
     assert (program.name, program.source) == ("mine.cu", SOURCE)
     assert program.options == ("--std=c++20",)
@@ -49,14 +49,14 @@ def test_a_program_says_what_it_is() -> None:
 
 
 def test_the_same_name_is_the_same_kernel() -> None:
-    """A reference given to a kernel is part of every later look-up of it."""
+    """Each look-up returns the same kernel, with its reference."""
     program = Program(SOURCE)
     assert program.kernel("scale") is program.kernel("scale")
     assert program.kernel("scale") is not Program(SOURCE).kernel("scale")
 
 
 def test_parameters_can_be_given() -> None:
-    """What the source does not say can be said, once; contradicting it later is refused."""
+    """Explicit parameters are set once; other ones are refused later."""
     program = Program(SOURCE)
     with pytest.raises(InvalidRequest, match="Matrix m"):
         program.kernel("transform")
@@ -69,7 +69,7 @@ def test_parameters_can_be_given() -> None:
 
 
 def test_a_kernel_outside_the_source_needs_parameters() -> None:
-    """A name that a macro makes is taken on trust, with parameters, and refused without."""
+    """A kernel that a macro defines needs explicit parameters."""
     program = Program(SOURCE)
     with pytest.raises(InvalidRequest, match="scale, transform"):
         program.kernel("hidden")
@@ -90,7 +90,7 @@ def test_a_kernel_outside_the_source_needs_parameters() -> None:
     ids=repr,
 )
 def test_wrong_parameters_are_refused(wrong: object) -> None:
-    """Only parameters with numpy's codes are taken."""
+    """Only numpy's type codes are parameters."""
     given: Sequence[Parameter] = [wrong]  # type: ignore[list-item]  # the mistake under test
     with pytest.raises(InvalidRequest, match="is not a parameter"):
         Program(SOURCE).kernel("transform", parameters=given)
@@ -121,7 +121,7 @@ def is_numpys(code: str) -> bool:
 
 
 def test_options_are_no_string() -> None:
-    """One string in place of a sequence would be taken letter by letter."""
+    """One string in place of a sequence of options is refused."""
     with pytest.raises(InvalidRequest, match="is a string"):
         Program(SOURCE, options="--use_fast_math")
 
@@ -174,7 +174,7 @@ def test_a_function_with_other_parameters_is_refused() -> None:
 
 
 def test_the_image_is_live() -> None:
-    """What `load_code` gets knows the kernels, also those asked for after it was made."""
+    """`load_code`'s image has all kernels, even those requested later."""
     program = Program(SOURCE, name="mine.cu")
     scale = program.kernel("scale")
     image = program.image(b"cubin")
@@ -185,7 +185,7 @@ def test_the_image_is_live() -> None:
 
 
 def test_a_kernel_that_can_be_got_can_be_loaded() -> None:
-    """A thread that gets a kernel while another makes it finds it in the image already."""
+    """A kernel that another thread is making is in the image already."""
     program = Program(SOURCE)
     image = program.image(b"cubin")
     seen = []
@@ -202,7 +202,7 @@ def test_a_kernel_that_can_be_got_can_be_loaded() -> None:
 
 
 def test_compiling_asks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program is compiled with its own source, name and options for the architecture asked."""
+    """A program is compiled through the cache for the requested architecture."""
 
     def compiled(
         source: str, *, name: str, arch: str, options: tuple[str, ...], in_sandbox: bool
@@ -218,7 +218,7 @@ def test_compiling_asks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cubin_is_a_program() -> None:
-    """A cubin's kernels are those whose parameters are given; it needs no compiler."""
+    """A cubin's kernels need explicit parameters and no compiler."""
     program = Program.from_cubin(b"cubin", arch="sm_90", parameters={"_Z1fP6Matrix": MATRIX})
     assert program.kernel_names == ("_Z1fP6Matrix",)
     assert program.kernel("_Z1fP6Matrix").parameters == MATRIX
@@ -252,7 +252,7 @@ def test_a_cubin_serves_its_architecture(arch: str, device: str, runs: bool) -> 
 
 
 def test_a_cubin_is_checked_when_made() -> None:
-    """A wrong architecture or parameter is refused at once, not at the first launch."""
+    """A wrong architecture or parameter is refused by the constructor."""
     with pytest.raises(InvalidRequest, match="not an architecture"):
         Program.from_cubin(b"cubin", arch="compute_90", parameters={})
     with pytest.raises(InvalidRequest, match="is not a parameter"):

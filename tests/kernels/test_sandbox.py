@@ -1,4 +1,4 @@
-"""Source of strangers: what a sandbox refuses, cannot reach, and does not tell."""
+"""Untrusted source: what the sandbox refuses, cannot reach, and does not reveal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNEL = 'extern "C" __global__ void f(float *x) { x[0] = 1; }'
 
 @pytest.mark.usefixtures("cache_directory")
 def test_the_cubin_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source compiles to the same bytes in a sandbox, in which CUDA's headers are found, once."""
+    """The sandbox compiles a source to the same bytes, with CUDA's headers."""
     source = f"#include <cuda_fp16.h>\n{KERNEL}"
     program = Program(source, compile="sandbox")
     cubin = program.compile("sm_90")
@@ -33,7 +33,7 @@ def test_the_cubin_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.fault("F3")
 def test_no_file_of_the_machine_is_read(tmp_path: Path) -> None:
-    """A message neither quotes a file, nor says whether it exists."""
+    """A message neither quotes a file nor says whether it exists."""
     secret = tmp_path / "secret"
     secret.write_text("planted")
     logs = []
@@ -48,7 +48,7 @@ def test_no_file_of_the_machine_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F7")
 def test_a_message_has_no_folder_of_the_machine() -> None:
-    """An error inside a header of CUDA names the header, and not where it lies."""
+    """An error in a CUDA header names the header without its folder."""
     source = "#define __half 1\n#include <cuda_fp16.h>"
     with pytest.raises(CompileFailed, match=r"cuda_fp16\.h\(\d+\): error") as failed:
         sandbox.compile(source, name="p.cu", arch="sm_90")
@@ -58,7 +58,7 @@ def test_a_message_has_no_folder_of_the_machine() -> None:
 
 @pytest.mark.fault("F1")
 def test_the_process_has_no_rights_left(tmp_path: Path) -> None:
-    """It opens no file outside its folders, no socket, no program, and signals no process."""
+    """It can open no other file, socket or program, and signal no process."""
     (tmp_path / "header.h").write_text("here")
     tries = f"""
         import os, socket, subprocess, signal, sys
@@ -89,7 +89,7 @@ def test_the_process_has_no_rights_left(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F5")
 def test_memory_is_limited() -> None:
-    """A source that needs more memory than a compilation may take fails alone."""
+    """A source that needs too much memory fails alone."""
     bomb = (
         "#define A(x) x x x x x x x x x x x x x x x x\n" + KERNEL + "\nint a = A(A(A(A(A(1 +)))));"
     )
@@ -101,7 +101,7 @@ def test_memory_is_limited() -> None:
 
 @pytest.mark.fault("F6")
 def test_a_process_whose_time_is_over_is_killed() -> None:
-    """Nothing of it is left, and there is no answer."""
+    """Nothing of the process is left, and there is no answer."""
     asked = {"source": KERNEL, "name": "p.cu", "arch": "sm_90", "options": []}
     assert sandbox._run(asked, time_limit=0.0) == (None, b"")
 
@@ -121,7 +121,7 @@ def test_a_process_whose_time_is_over_is_killed() -> None:
 def test_every_end_of_the_process_is_an_error(
     status: int | None, answer: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is no cubin raises a typed error."""
+    """Output that is not a cubin raises a typed error."""
     monkeypatch.setattr(sandbox, "_run", lambda asked: (status, answer))
     with pytest.raises(error):
         sandbox.compile(KERNEL, name="p.cu", arch="sm_90")
@@ -140,18 +140,18 @@ def test_every_end_of_the_process_is_an_error(
     ],
 )
 def test_what_could_name_a_file_is_refused(given: Any, wrong: str) -> None:
-    """An option, a name or a source that a sandbox does not take is refused at once."""
+    """Options, names and sources that could name files are refused."""
     with pytest.raises(InvalidRequest, match=wrong):
         given(compile="sandbox")
 
 
 def test_another_word_for_compile_is_refused() -> None:
-    """The message has the two words."""
+    """The error has the two valid words."""
     with pytest.raises(InvalidRequest, match='"trusted" or "sandbox"'):
         Program(KERNEL, compile="safe")  # type: ignore[arg-type]
 
 
 def test_an_architecture_is_checked_first() -> None:
-    """What is no architecture starts no process."""
+    """An invalid architecture starts no process."""
     with pytest.raises(InvalidRequest, match="sm_90"):
         sandbox.compile(KERNEL, name="p.cu", arch="sm_90 --time=x")

@@ -1,4 +1,4 @@
-"""Reading kernel signatures."""
+"""Parsing kernel signatures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_no_parameters(text: str) -> None:
     ],
 )
 def test_what_is_not_known_is_refused(text: str) -> None:
-    """A parameter that is no scalar or pointer of a known type is never guessed at."""
+    """A parameter of an unknown type is refused, not guessed."""
     with pytest.raises(InvalidRequest, match=r"parameters=\(\.\.\.\)"):
         parameters(text)
 
@@ -104,7 +104,7 @@ def test_a_refusal_shows_the_line() -> None:
 
 
 def test_kernels_are_found_in_their_order() -> None:
-    """Kernels defined with C linkage are named, and no functions, declarations or comments."""
+    """Only kernels with C linkage are found, not functions, declarations or comments."""
     source = """
     #include <cuda_fp16.h>
     #define MAKE(name) extern "C" __global__ void name() { \\
@@ -136,14 +136,14 @@ def test_kernels_are_found_in_their_order() -> None:
     ],
 )
 def test_attributes_are_passed_over(head: str) -> None:
-    """What stands before the name, with parentheses or without, is not taken for the name."""
+    """Attributes before the name are not taken for the name."""
     signatures = Signatures(head + "(float a, int b)\n{ }")
     assert signatures.names == ("f",)
     assert [p.name for p in signatures.parameters("f")] == ["a", "b"]
 
 
 def test_linkage_blocks() -> None:
-    """Kernels in an `extern "C"` block have C linkage, those behind it have not."""
+    """Kernels in an `extern "C"` block have C linkage, and later ones do not."""
     source = """
     namespace n { __global__ void before() { } }
     extern "C" {
@@ -156,13 +156,13 @@ def test_linkage_blocks() -> None:
 
 
 def test_a_declaration_is_not_a_definition() -> None:
-    """A prototype without names does not get in the way of the definition."""
+    """A prototype without names does not hide the definition."""
     source = 'extern "C" __global__ void f(T, int);\nextern "C" __global__ void f(int a) { }'
     assert Signatures(source).parameters("f") == (Parameter("a", "i4"),)
 
 
 def test_all_branches_are_read() -> None:
-    """Kernels defined alike in two branches of an `#if` are one; different ones are refused."""
+    """Equal kernels in two branches of an `#if` are one; different ones are refused."""
     both = "#if A\n{0} void f(int x) {{ }}\n#else\n{0} void f({1}) {{ }}\n#endif\n"
     head = 'extern "C" __global__'
     assert Signatures(both.format(head, "const int x")).parameters("f") == (Parameter("x", "i4"),)
@@ -171,20 +171,20 @@ def test_all_branches_are_read() -> None:
 
 
 def test_a_mangled_kernel_is_refused() -> None:
-    """A kernel without C linkage is not found under its name, and the message says why."""
+    """A kernel without C linkage is not found, and the error says why."""
     with pytest.raises(InvalidRequest, match="mangled"):
         Signatures("__global__ void f(int x) { }").parameters("f")
 
 
 def test_a_missing_kernel_is_refused() -> None:
-    """The message for an unknown name says which kernels there are."""
+    """The error for an unknown name lists the kernels."""
     with pytest.raises(InvalidRequest, match=r"'g' is not in the source \(kernels there: f\)"):
         Signatures('extern "C" __global__ void f() { }').parameters("g")
 
 
 @given(st.text(alphabet="(){}[]<>,;*\"'/\\#\n fx1:") | st.text())
 def test_any_text_is_survived(text: str) -> None:
-    """Whatever stands in a source, reading it gives kernels or a refusal, and nothing else."""
+    """Any text gives kernels or a refusal."""
     signatures = Signatures('extern "C" __global__ void f(' + text)
     for name in signatures.names:
         try:
@@ -248,7 +248,7 @@ def kernels(draw: st.DrawFn) -> tuple[str, str, tuple[Parameter, ...]]:
 
 @given(kernels())
 def test_a_printed_signature_is_read_back(kernel: tuple[str, str, tuple[Parameter, ...]]) -> None:
-    """However a signature is spelled and spaced, it reads as the parameters it was printed from."""
+    """Any spelling of a signature gives the same parameters."""
     source, name, wanted = kernel
     assert Signatures(source).parameters(name) == wanted
 
@@ -257,7 +257,7 @@ def test_a_printed_signature_is_read_back(kernel: tuple[str, str, tuple[Paramete
 def test_kernels_stand_side_by_side(
     several: list[tuple[str, str, tuple[Parameter, ...]]],
 ) -> None:
-    """Kernels in one source do not disturb each other."""
+    """Several kernels in one source are all found."""
     signatures = Signatures(
         "\n__device__ int helper(int x) { return x; }\n".join(source for source, _, _ in several)
     )
@@ -270,7 +270,7 @@ def test_kernels_stand_side_by_side(
 
 
 def lines_run(source: str) -> int:
-    """Return how many lines of the reader run for a source, each turn of a loop among them."""
+    """Return how many lines the parser runs for a source."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
@@ -311,12 +311,12 @@ def test_reading_takes_work_in_proportion_to_the_source(part: str) -> None:
 @pytest.mark.fault("I5")
 @pytest.mark.parametrize("opening", ["/* ", 'R"( ', "#/* ", '"\\', "'\\", '# " /*'])
 def test_what_is_left_open_is_read_once(opening: str) -> None:
-    """A comment or literal that is left open takes its line or the rest, not a search at each."""
+    """An open comment or literal takes its line, or the rest, once."""
     assert len(list(signature._tokens(opening * 100))) <= 2
 
 
 @pytest.mark.fault("I5")
 def test_what_is_left_open_hides_no_later_line() -> None:
-    """An apostrophe in text that the preprocessor skips ends with its line."""
+    """An apostrophe in skipped text ends with its line."""
     source = '#if 0\nit doesn\'t matter\n#endif\nextern "C" __global__ void f(int n) {}'
     assert Signatures(source).names == ("f",)
