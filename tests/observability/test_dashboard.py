@@ -84,6 +84,14 @@ def test_panels_do_not_overlap() -> None:
     assert len({*ids}) == len(ids)
 
 
+def test_a_variable_that_starts_somewhere_says_what_is_shown() -> None:
+    """Grafana's schema (`@grafana/schema` 13.2) asks a `current` for its text and its value."""
+    variables = DASHBOARD["templating"]["list"]
+    started = [variable["current"] for variable in variables if "current" in variable]
+    assert len(started) == len(variables) - 1
+    assert all(current.keys() == {"text", "value"} for current in started)
+
+
 def test_every_metric_has_a_line_in_the_reference() -> None:
     """docs/reference/metrics.md lists the samples' names with their labels."""
     page = (ROOT / "docs/reference/metrics.md").read_text()
