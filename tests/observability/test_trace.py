@@ -65,10 +65,12 @@ def parsed(path: Path) -> list[TrackEvent]:
 
     Times do not decrease; tracks are described before they are used, once, and so are their
     parents; slices nest and end; a flow ends where it began elsewhere; counters have values.
+    Perfetto's trace processor nests the instants of a track that have one time, 512 deep at most.
     """
     trace = Trace.FromString(path.read_bytes())
     tracks: dict[int, Any] = {}
     open_slices = Counter[int]()
+    instants = Counter[tuple[int, int]]()
     flows: set[int] = set()
     events, latest = [], 0
     for packet in trace.packet:
@@ -89,6 +91,8 @@ def parsed(path: Path) -> list[TrackEvent]:
         open_slices[event.track_uuid] += event.type == TrackEvent.TYPE_SLICE_BEGIN
         open_slices[event.track_uuid] -= event.type == TrackEvent.TYPE_SLICE_END
         assert open_slices[event.track_uuid] >= 0
+        instants[event.track_uuid, latest] += event.type == TrackEvent.TYPE_INSTANT
+        assert open_slices[event.track_uuid] + instants[event.track_uuid, latest] <= 512
         assert set(event.terminating_flow_ids) <= flows
         flows -= set(event.terminating_flow_ids)
         flows |= set(event.flow_ids)
@@ -178,6 +182,21 @@ def test_a_flow_leads_from_the_request_to_the_job(tmp_path: Path) -> None:
             values.setdefault(event.track_uuid, []).append(event.counter_value)
     assert [0, 132, 0, 16, 0] in values.values()  # SMs leased
     assert [1, 0] in values.values()  # requests that wait
+
+
+def test_many_requests_are_refused_at_one_time(tmp_path: Path) -> None:
+    """Each refusal of one moment is in the trace, and none is nested too deep to be shown."""
+    path = tmp_path / "t.perfetto-trace"
+
+    async def test(pool: Pool) -> None:
+        async with pool.trace(path), pool.partition(ALL):
+            answers = await asyncio.gather(
+                *(lease(pool) for _ in range(600)), return_exceptions=True
+            )
+            assert all(isinstance(answer, QueueFull) for answer in answers)
+
+    in_pool(test, max_waiting=0)
+    assert sum(event.name.startswith("refused") for event in parsed(path)) == 600
 
 
 def test_a_gang_and_the_other_answers(tmp_path: Path) -> None:

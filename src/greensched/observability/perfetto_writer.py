@@ -103,6 +103,8 @@ class PerfettoWriter:
         self._new_flow = itertools.count(1).__next__
         self._rows: defaultdict[Key, set[int]] = defaultdict(set)
         self._counters: dict[int, int] = {}
+        #: When the last instant of each track was.
+        self._instants: dict[int, int] = {}
         self._waits: dict[int, _Wait] = {}
         self._waiting: defaultdict[str, int] = defaultdict(int)
         self._leases: dict[int, _Lease] = {}
@@ -372,6 +374,10 @@ class PerfettoWriter:
         ends: int = 0,
         value: int | None = None,
     ) -> None:
+        if kind == _INSTANT:
+            # Perfetto nests the instants of one time, and drops those that are too deep.
+            self._nanoseconds = max(self._nanoseconds, self._instants.get(track, -1) + 1)
+            self._instants[track] = self._nanoseconds
         packet = TracePacket(timestamp=self._nanoseconds, trusted_packet_sequence_id=SEQUENCE)
         event = packet.track_event
         event.type, event.track_uuid = kind, track
