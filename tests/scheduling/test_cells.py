@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from greensched.errors import InvalidRequest, InvalidSize
@@ -111,6 +111,7 @@ def test_largest_is_the_largest(cells: DeviceCells, most: int) -> None:
 
 
 @given(devices(), st.integers(1, 40))
+@example(DeviceCells(size=1, count=1, remainder=3), 2)
 def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int) -> None:
     """Sizes rise in steps of a cell from the smallest partition with at least so many SMs."""
     possible_sizes = [
@@ -121,6 +122,7 @@ def test_sizes_begin_with_the_smallest_partition(cells: DeviceCells, least: int)
     assert min((*sizes, cells.total)) == smallest
     assert sorted({*sizes}) == list(sizes)
     assert {n for n in sizes[1:] if n % cells.size} == set()
+    assert {*sizes} <= {*possible_sizes}
 
 
 def test_a_short_menu_has_what_moves_a_border() -> None:
@@ -167,6 +169,7 @@ def test_fit_finds_cells_exactly_when_there_are_some(
 
 
 @given(free_cells(), plain_demands())
+@example((DeviceCells(size=1, count=1, remainder=2), 0b11), SizeRange(2, 3))
 def test_fit_gives_an_elastic_demand_all_it_can_use(
     device: tuple[DeviceCells, int], wanted: SizeRange
 ) -> None:

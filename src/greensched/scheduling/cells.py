@@ -143,11 +143,12 @@ class DeviceCells:
 
     def sizes_from(self, least: int) -> tuple[int, ...]:
         """Return the SMs of the smallest partition with at least this many, and of more cells."""
-        fewest, beside = self.cells_for(least) * self.size, self._beside_remainder(least)
-        sizes = tuple(range(fewest, self.total, self.size))
-        if beside is None or (smaller := self.remainder + beside * self.size) >= fewest:
+        fewest, of_cells = self.cells_for(least) * self.size, self.count * self.size
+        sizes = tuple(range(fewest, min(self.total, of_cells + 1), self.size))
+        if (beside := self._beside_remainder(least)) is None:
             return sizes
-        return smaller, *sizes
+        smaller = self.remainder + beside * self.size
+        return (smaller, *sizes) if smaller < min((*sizes, self.total)) else sizes
 
     def largest_within(self, mask: int) -> int:
         """Return the SMs of the largest partition that a set of cells can form."""
@@ -193,8 +194,11 @@ class DeviceCells:
 
     def fit(self, free: int, wanted: SizeRange, ready: ReadyMasks = NO_MASKS) -> int:
         """Return the free cells to grant for a single part, or 0 if it does not fit."""
-        if wanted.named is not None:
-            return self.full_mask if free == self.full_mask else 0
+        if wanted.named is not None or wanted.least <= self.total <= wanted.most:
+            if free == self.full_mask:
+                return free
+            if wanted.named is not None:
+                return 0
         free_cells = free & self.cell_mask
         free_count = free_cells.bit_count()
         least = -(-wanted.least // self.size)
