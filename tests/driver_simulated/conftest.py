@@ -13,7 +13,7 @@ from .machine import Machine
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Machine]]:
-    """Make machines, and end them with the test."""
+    """Return a function that makes machines, which are closed after the test."""
     made: list[Machine] = []
 
     def new(*args: Any, **options: Any) -> Machine:
@@ -27,11 +27,11 @@ def make() -> Iterator[Callable[..., Machine]]:
 
 @pytest.fixture
 def machine(make: Callable[..., Machine]) -> Machine:
-    """An H200 on virtual time."""
+    """Return an H200 on virtual time."""
     return make()
 
 
 @pytest.fixture
 def h200(make: Callable[..., Machine]) -> Machine:
-    """The H200 that was asked, on virtual time."""
+    """Return the recorded H200, on virtual time."""
     return make(SPEC)

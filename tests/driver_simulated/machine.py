@@ -36,7 +36,7 @@ LINK_PER_NS = 55
 
 
 class Machine:
-    """A driver with device 0's primary context current on the thread that made it."""
+    """A driver whose device 0 has its primary context current on the making thread."""
 
     def __init__(self, spec: str | Sequence[DeviceModel] = "h200", **options: Any) -> None:
         options.setdefault("clock", simulated.VirtualClock())
@@ -57,12 +57,12 @@ class Machine:
     # -- contexts and streams ------------------------------------------------------------------
 
     def cells(self, minimum: int = 16, device: int = 0) -> list[ResourceHandle]:
-        """Groups of one split."""
+        """Return the groups of one split."""
         resource = self.driver.device_resource(device)
         return self.driver.split_by_count(resource, None, minimum)[0]
 
     def greens(self, number: int, sms: int = 16, device: int = 0) -> list[GreenHandle]:
-        """Disjoint green contexts of so many SMs."""
+        """Return disjoint green contexts with so many SMs."""
         cells = self.cells(sms, device)[:number]
         return [self.driver.create_green(self.driver.describe([c]), device) for c in cells]
 
@@ -74,14 +74,14 @@ class Machine:
         return self.driver.create_stream(green, priority)
 
     def hold(self, *streams: StreamHandle) -> Word:
-        """Block streams, behind their present work, until the word is 1."""
+        """Block streams, after their present work, until the word is 1."""
         word = self.word()
         for stream in streams:
             self.driver.wait_value(stream, word.address, 1)
         return word
 
     def event(self, green: GreenHandle | None = None, **options: bool) -> EventHandle:
-        """An event of a green context, or of the current one."""
+        """Make an event of a green context, or of the current one."""
         before = self.driver.current()
         if green is not None:
             self.driver.set_current(self.driver.green_context(green))
@@ -152,7 +152,7 @@ class Machine:
     def run(
         self, stream: StreamHandle, name: str, blocks: int = 1024, threads: int = 128, **cost: Any
     ) -> None:
-        """Launches a kernel that only takes time."""
+        """Launch a kernel that only takes time."""
         kernel = self.kernel(name, cost=Cost(**cost))
         self.launch(stream, kernel, blocks=blocks, threads=threads)
 
@@ -174,15 +174,15 @@ class Machine:
     # -- looking -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for everything on device 0."""
+        """Wait for all work on device 0."""
         self.driver.synchronize_context(self.primary)
 
     def times(self) -> dict[str, tuple[int, int]]:
-        """(start, end) of what has run, by name."""
+        """Return (start, end) of the work that has run, by name."""
         return {span.name: (span.start, span.end) for span in self.spans}
 
     def lengths(self) -> dict[str, int]:
-        """How long each kernel or copy took, once it had begun; waits for everything."""
+        """Wait for all work, and return each kernel's or copy's duration."""
         self.finish()
         return {name: end - start for name, (start, end) in self.times().items()}
 
@@ -227,7 +227,7 @@ def spin(until: Callable[[], object]) -> None:
 
 
 def on_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns, or raises, on a thread of its own."""
+    """Return the result of a function, or its error, from a thread of its own."""
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(caught(function)), daemon=True)
     thread.start()

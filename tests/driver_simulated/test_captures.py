@@ -1,4 +1,4 @@
-"""Stream captures: what a thread may call beside one, and what invalidates it."""
+"""Stream captures: which calls a thread may make meanwhile, and what invalidates a capture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOBAL, THREAD_LOCAL, RELAXED = CaptureMode
 
 
 def unsafe_calls(machine: Machine, stream: StreamHandle) -> dict[str, Callable[[], object]]:
-    """What may spoil a capture, on another stream than the one that is capturing."""
+    """Return calls on another stream that may invalidate a capture."""
     driver, event = machine.driver, machine.event()
     return {
         "allocate_host": machine.pinned,
@@ -33,7 +33,7 @@ def unsafe_calls(machine: Machine, stream: StreamHandle) -> dict[str, Callable[[
 
 
 def test_a_capture_records_instead_of_running(machine: Machine) -> None:
-    """Work submitted meanwhile is not done, then or later; the graph can be destroyed."""
+    """Captured work does not run, then or later; the graph can be destroyed."""
     driver = machine.driver
     stream, word = machine.stream(), machine.word()
     kernel = machine.kernel()
@@ -54,7 +54,7 @@ def test_a_capture_records_instead_of_running(machine: Machine) -> None:
 
 
 def test_captures_begin_and_end_in_turn(machine: Machine) -> None:
-    """A second beginning and an end without a beginning are refused."""
+    """A second begin, and an end without a begin, are refused."""
     driver = machine.driver
     stream = machine.stream()
     with pytest.raises(CUDAError, match="not capturing"):
@@ -67,7 +67,7 @@ def test_captures_begin_and_end_in_turn(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["query_stream", "synchronize_stream"])
 def test_asking_a_capturing_stream_spoils_its_capture(machine: Machine, name: str) -> None:
-    """Whatever the modes: 900 for the call, and 901 at the end of the capture."""
+    """In any mode the query answers 900, and the end of the capture 901."""
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)
     stream = machine.stream()
@@ -82,7 +82,7 @@ def test_asking_a_capturing_stream_spoils_its_capture(machine: Machine, name: st
 
 
 def test_recording_a_whole_context_spoils_its_captures(machine: Machine) -> None:
-    """900 for the record and 901 at the end; captures of other contexts are left alone."""
+    """The record answers 900, its captures' ends 901; other contexts are unaffected."""
     driver = machine.driver
     driver.exchange_capture_mode(RELAXED)
     one, two = machine.greens(2)
@@ -102,7 +102,7 @@ def test_recording_a_whole_context_spoils_its_captures(machine: Machine) -> None
 
 
 def test_modes_are_each_threads_own(machine: Machine) -> None:
-    """A thread begins with GLOBAL; exchanging returns what it had."""
+    """A thread begins with GLOBAL, and an exchange returns the previous mode."""
     driver = machine.driver
     assert driver.exchange_capture_mode(RELAXED) is GLOBAL
     assert driver.exchange_capture_mode(THREAD_LOCAL) is RELAXED
@@ -111,7 +111,7 @@ def test_modes_are_each_threads_own(machine: Machine) -> None:
 
 
 def is_allowed(caller: CaptureMode, capture: CaptureMode, *, own: bool) -> bool:
-    """The manual's rule for a call that may be unsafe (cuThreadExchangeStreamCaptureMode)."""
+    """Return the manual's rule for an unsafe call (cuThreadExchangeStreamCaptureMode)."""
     if caller is RELAXED:
         return True
     if own:
@@ -125,7 +125,7 @@ def is_allowed(caller: CaptureMode, capture: CaptureMode, *, own: bool) -> bool:
 def test_which_threads_may_spoil_which_captures(
     machine: Machine, caller: CaptureMode, capture: CaptureMode, own: bool
 ) -> None:
-    """An unsafe call passes or is refused, and spoils the capture or not, by the manual's rule."""
+    """An unsafe call passes or is refused, and invalidates or not, by the manual's rule."""
     driver = machine.driver
     stream, other = machine.stream(), machine.stream()
     machine.device_memory(64, other)
@@ -154,7 +154,7 @@ def test_which_threads_may_spoil_which_captures(
 
 
 def test_the_rule_knows_no_devices(make: Make) -> None:
-    """A capture on one device prohibits unsafe calls on another: the rule speaks of threads."""
+    """A capture on one device also prohibits unsafe calls on another."""
     machine = make("h200x2")
     driver = machine.driver
     stream = machine.stream(machine.green(device=1))
@@ -166,7 +166,7 @@ def test_the_rule_knows_no_devices(make: Make) -> None:
 
 
 def test_launches_and_marks_elsewhere_are_safe(machine: Machine) -> None:
-    """Work on other streams goes on beside a capture of any mode."""
+    """Work on other streams goes on during a capture of any mode."""
     driver = machine.driver
     stream, other, word, event = (
         machine.stream(),
@@ -239,7 +239,7 @@ def test_an_event_recorded_in_a_capture_is_no_event_to_wait_for(machine: Machine
 def captured(
     machine: Machine, stream: StreamHandle, work: Callable[[], object]
 ) -> ExecutableHandle:
-    """What was put on a stream, executable."""
+    """Return a graph of the work that was put on a stream."""
     driver = machine.driver
     driver.begin_capture(stream, RELAXED)
     work()
@@ -250,7 +250,7 @@ def captured(
 
 
 def test_a_graph_runs_where_it_was_captured(machine: Machine) -> None:
-    """Its kernels run in order, each for its time, on those SMs, on whatever stream it is put."""
+    """Its kernels run in order, for their times, on the captured SMs, on any stream."""
     driver = machine.driver
     here, there = (machine.stream(green) for green in machine.greens(2))
 
@@ -278,7 +278,7 @@ def test_a_graph_runs_where_it_was_captured(machine: Machine) -> None:
 
 
 def test_a_graph_does_its_work_anew_each_time(machine: Machine) -> None:
-    """On the bytes that are there then, with the values of when it was captured."""
+    """It uses the present bytes, and the values of its capture."""
     driver, stream = machine.driver, machine.stream()
     one, two = machine.pinned(), machine.pinned()
     address = machine.device_memory(64, stream)
@@ -298,7 +298,7 @@ def test_a_graph_does_its_work_anew_each_time(machine: Machine) -> None:
 
 
 def test_a_graph_is_launched_after_its_last_launch(machine: Machine) -> None:
-    """Two launches of one graph never overlap, whatever streams they are on."""
+    """Two launches of one graph never overlap, on any streams."""
     driver = machine.driver
     streams = [machine.stream(), machine.stream()]
     graph = captured(
@@ -315,7 +315,7 @@ def test_a_graph_is_launched_after_its_last_launch(machine: Machine) -> None:
 
 
 def test_a_ticket_in_a_graph_turns_the_word_back(machine: Machine) -> None:
-    """As seen on an H200: that is why no ticket of ours goes into one."""
+    """As on an H200, a captured ticket lowers the word, so none is captured."""
     driver, stream, word = machine.driver, machine.stream(), machine.word()
     mark = driver.bind_mark(stream, word.address)
     graph = captured(machine, stream, lambda: mark(7))
@@ -329,7 +329,7 @@ def test_a_ticket_in_a_graph_turns_the_word_back(machine: Machine) -> None:
 
 
 def test_a_graph_of_memory_that_is_gone_is_refused(machine: Machine) -> None:
-    """A real device would write there all the same."""
+    """A real device would write to the freed memory."""
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(64, stream)
     graph = captured(machine, stream, lambda: driver.set_bytes(address, 1, 64, stream))
@@ -340,7 +340,7 @@ def test_a_graph_of_memory_that_is_gone_is_refused(machine: Machine) -> None:
 
 
 def test_what_is_recorded_is_counted(machine: Machine) -> None:
-    """Work is; a recorded event is a dependency, and none."""
+    """Work is a node; a recorded event is only a dependency."""
     driver, stream, event = machine.driver, machine.stream(), machine.event()
     for number in (0, 2):
         driver.begin_capture(stream, RELAXED)
@@ -353,7 +353,7 @@ def test_what_is_recorded_is_counted(machine: Machine) -> None:
 
 
 def test_nothing_crosses_into_a_capture(machine: Machine) -> None:
-    """Waiting for work from outside answers 905, and spoils it; a graph is not launched in it."""
+    """Waiting for outside work answers 905 and invalidates; no graph is launched in it."""
     driver, stream, other, event = (
         machine.driver,
         machine.stream(),
@@ -375,7 +375,7 @@ def test_nothing_crosses_into_a_capture(machine: Machine) -> None:
 
 
 def test_a_graph_may_fail_and_hang(make: Make) -> None:
-    """A kernel that crashes in its third start does so in the graph's third launch."""
+    """A kernel that crashes at its third start does so in the third launch."""
     machine = make(faults=[Crash("work", nth=3)])
     driver, stream = machine.driver, machine.stream()
     graph = captured(machine, stream, lambda: machine.run(stream, "work"))
@@ -388,7 +388,7 @@ def test_a_graph_may_fail_and_hang(make: Make) -> None:
 
 
 def test_many_launches_of_a_large_graph_never_block(machine: Machine) -> None:
-    """On a stream each is a few entries, however much it has."""
+    """Each launch is a few entries of a stream, however large the graph is."""
     driver, stream = machine.driver, machine.stream()
 
     def work() -> None:

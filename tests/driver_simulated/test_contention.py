@@ -27,7 +27,7 @@ FILL_ALL = 16 * SMS
 
 
 def times(machine: Machine) -> dict[str, tuple[int, int]]:
-    """(start, end) of each kernel, from when the first could start."""
+    """Return (start, end) of each kernel, from when the first could start."""
     machine.finish()
     return {name: (a - LAUNCH_NS, b - LAUNCH_NS) for name, (a, b) in machine.times().items()}
 
@@ -88,7 +88,7 @@ def test_a_block_too_large_for_the_room_waits(machine: Machine) -> None:
 
 
 def test_a_kernel_takes_no_more_sms_than_it_can_use(machine: Machine) -> None:
-    """One that uses two SMs at most leaves the others, however many blocks it has."""
+    """A kernel that can use two SMs leaves the others free."""
     green = machine.green(16)
     machine.run(machine.stream(green), "two", blocks=10**6, sm_ns=4_000, sms=2)
     machine.run(machine.stream(green), "rest", blocks=14, sm_ns=14_000)
@@ -121,14 +121,14 @@ def test_a_kernel_that_comes_later_slows_what_is_left(machine: Machine) -> None:
 
 
 def test_on_disjoint_sms_each_is_as_if_alone(machine: Machine) -> None:
-    """Fifteen kernels on fifteen partitions start at once and take what one takes."""
+    """Fifteen kernels on disjoint partitions each take the time of one alone."""
     for i, green in enumerate(machine.greens(15, 8)):
         machine.run(machine.stream(green), f"k{i}", sm_ns=8_000)
     assert set(times(machine).values()) == {(0, 1_000)}
 
 
 def test_a_crowd_elsewhere_changes_nothing(machine: Machine) -> None:
-    """Beside a partition where kernels stand in line, one on other SMs is as if alone."""
+    """A kernel beside a partition with a queue is as fast as alone."""
     crowded, own = machine.greens(2)
     for i in range(5):
         machine.run(machine.stream(crowded), f"k{i}", sm_ns=16_000)
@@ -151,7 +151,7 @@ def test_partly_overlapping_partitions(machine: Machine) -> None:
 
 @pytest.mark.fault("B12")
 def test_primary_kernels_are_in_every_partitions_way(machine: Machine) -> None:
-    """Work on the primary context takes every SM: all partitions wait for it."""
+    """All partitions wait for a kernel of the primary context."""
     partitions = [machine.stream(green) for green in machine.greens(8)]
     machine.run(machine.stream(), "primary", blocks=FILL_ALL, sm_ns=SMS * 1_000)
     for i, stream in enumerate(partitions):
@@ -178,7 +178,7 @@ def test_partitions_are_in_the_primarys_way(machine: Machine) -> None:
 
 
 def test_a_half_full_device_leaves_half_of_each_partition(machine: Machine) -> None:
-    """The primary's blocks are spread evenly: beside them a partition is half as fast."""
+    """The primary's blocks are spread evenly, so a partition is half as fast."""
     partition = machine.stream(machine.green(16))
     machine.run(machine.stream(), "primary", blocks=FILL_ALL // 2, sm_ns=math.inf)
     machine.run(partition, "partition", sm_ns=16_000)
@@ -194,7 +194,7 @@ def test_a_half_full_device_leaves_half_of_each_partition(machine: Machine) -> N
 
 
 def test_a_fixed_time_takes_room(machine: Machine) -> None:
-    """Kernels of a fixed time wait for each other too; their time counts from their start."""
+    """Kernels of a fixed time wait for room, and their time counts from their start."""
     green = machine.green(16)
     for name in "ab":
         machine.run(machine.stream(green), name, blocks=FILL, fixed_ns=500)
@@ -202,7 +202,7 @@ def test_a_fixed_time_takes_room(machine: Machine) -> None:
 
 
 def test_a_fixed_time_takes_no_arithmetic(machine: Machine) -> None:
-    """Beside one that only waits, a kernel with a block on each SM is as fast as alone."""
+    """Beside a waiting kernel, another with a block on each SM is as fast as alone."""
     green = machine.green(16)
     machine.run(machine.stream(green), "waits", blocks=FILL - 16, fixed_ns=5_000)
     machine.run(machine.stream(green), "works", blocks=FILL, sm_ns=16_000)
@@ -210,7 +210,7 @@ def test_a_fixed_time_takes_no_arithmetic(machine: Machine) -> None:
 
 
 def test_a_kernel_without_work_waits_its_turn(machine: Machine) -> None:
-    """It starts and ends in the same nanosecond: when it has room."""
+    """It starts when it has room, and ends at the same time."""
     green = machine.green(16)
     machine.run(machine.stream(green), "large", blocks=FILL, fixed_ns=500)
     machine.run(machine.stream(green), "nothing")
@@ -219,7 +219,7 @@ def test_a_kernel_without_work_waits_its_turn(machine: Machine) -> None:
 
 
 def test_a_kernel_that_runs_until_a_word_changes(machine: Machine) -> None:
-    """It ends when its condition holds, or at its limit, whichever comes first."""
+    """It ends when its condition holds or at its limit."""
     word = machine.word()
 
     def body() -> None:
@@ -237,7 +237,7 @@ def test_a_kernel_that_runs_until_a_word_changes(machine: Machine) -> None:
 
 
 def test_a_limit_counts_from_the_start(machine: Machine) -> None:
-    """A kernel that waits for its SMs has not begun to wait for its word, and then takes room."""
+    """A kernel that waits for SMs has not begun to wait for its word."""
     green, never = machine.green(16), lambda: False
     machine.run(machine.stream(green), "before", fixed_ns=1_000)
     machine.run(machine.stream(green), "latch", until=never, limit_ns=2_000)
@@ -250,7 +250,7 @@ def test_a_limit_counts_from_the_start(machine: Machine) -> None:
 
 
 def test_what_holds_before_the_start_ends_a_kernel_at_its_start(machine: Machine) -> None:
-    """It still waits for its SMs, and does what it does."""
+    """It still waits for its SMs, and has its effect."""
     green, always = machine.green(16), lambda: True
     machine.run(machine.stream(green), "before", fixed_ns=1_000)
     machine.run(machine.stream(green), "latch", until=always, limit_ns=2_000)
@@ -258,7 +258,7 @@ def test_what_holds_before_the_start_ends_a_kernel_at_its_start(machine: Machine
 
 
 def test_a_host_that_looks_late_moves_no_limit() -> None:
-    """What a kernel runs until may be seen true after its limit: it had ended by then."""
+    """A kernel ends at its limit although its condition is checked later."""
 
     class Late:
         time = 0
@@ -284,7 +284,7 @@ def test_a_host_that_looks_late_moves_no_limit() -> None:
 
 
 def test_a_kernel_of_infinite_cost_never_ends(machine: Machine) -> None:
-    """It keeps its room and holds up its stream, and the rest goes on in what is left."""
+    """It keeps its room and blocks its stream; other work uses the rest."""
     one, two = machine.greens(2)
     stuck = machine.stream(one)
     machine.run(stuck, "stuck", blocks=FILL // 2, sm_ns=math.inf)
@@ -307,7 +307,7 @@ def test_a_kernel_of_infinite_cost_never_ends(machine: Machine) -> None:
 
 @dataclass
 class Running:
-    """What sharing needs to know of a kernel."""
+    """What the sharing needs to know of a kernel."""
 
     sms: int
     cap: int
@@ -322,7 +322,7 @@ class Running:
 
 @st.composite
 def running(draw: st.DrawFn) -> list[Running]:
-    """Kernels in the order they came; some of those that have room are working."""
+    """Draw kernels in their order, of which some that have room run."""
     kernels = []
     for _ in range(draw(st.integers(1, 6))):
         sms = draw(st.integers(1, 255))
@@ -339,7 +339,7 @@ def running(draw: st.DrawFn) -> list[Running]:
 
 @given(running())
 def test_no_sm_is_given_out_twice(kernels: list[Running]) -> None:
-    """A working kernel has a share of no more than it can use; all shares fit on the SMs."""
+    """Shares add up to the SMs at most, and none exceeds what its kernel can use."""
     _, shares, _ = settle(kernels)
     for kernel, share in zip(kernels, shares, strict=True):
         assert (share > 0) == kernel.working
@@ -352,7 +352,7 @@ def test_no_sm_is_given_out_twice(kernels: list[Running]) -> None:
 
 @given(running())
 def test_no_room_is_given_out_twice(kernels: list[Running]) -> None:
-    """A kernel has room as long as those before it leave a block's; the first one always has."""
+    """A kernel has room while earlier ones leave a block's; the first always has."""
     runs, _, _ = settle(kernels)
     assert runs[0]
     for i, kernel in enumerate(kernels):
@@ -368,7 +368,7 @@ def test_no_room_is_given_out_twice(kernels: list[Running]) -> None:
 
 @given(running(), st.data())
 def test_a_running_kernel_never_loses_space(kernels: list[Running], data: st.DataObject) -> None:
-    """When a kernel ends, the others keep the space that they had."""
+    """When a kernel ends, the others keep their space."""
     runs, _, _ = settle(kernels)
     gone = data.draw(st.integers(0, len(kernels) - 1))
     later, _, _ = settle(kernels[:gone] + kernels[gone + 1 :])
@@ -387,7 +387,7 @@ def test_kernels_on_other_sms_do_not_matter(kernels: list[Running]) -> None:
 
 @given(running(), st.floats(1.0, 1e6))
 def test_no_byte_is_moved_twice(kernels: list[Running], per_ns: float) -> None:
-    """Together they move no more than the bandwidth, and none is faster than its SMs allow."""
+    """Together kernels stay within the bandwidth, and each within what its SMs allow."""
     _, shares, _ = settle(kernels)
     working = [(k, share) for k, share in zip(kernels, shares, strict=True) if k.working]
     found = speeds([k for k, _ in working], [share for _, share in working], per_ns * 1e9)
@@ -402,7 +402,7 @@ def test_no_byte_is_moved_twice(kernels: list[Running], per_ns: float) -> None:
     st.floats(1.0, 1e6),
 )
 def test_fair_is_max_min(asked: list[tuple[float, float]], capacity: float) -> None:
-    """No kernel has more than it wants; one with less has, for its weight, as much as any."""
+    """No kernel gets more than it wants; one with less gets its weighted share."""
     wanted, weights = [amount for amount, _ in asked], [weight for _, weight in asked]
     granted = fair(wanted, capacity, weights)
     assert all(0 <= g <= w for g, w in zip(granted, wanted, strict=True))
@@ -430,7 +430,7 @@ def test_bandwidth_is_shared_by_bytes_in_flight() -> None:
 
 
 def test_a_board_at_its_limit_lowers_the_clock_of_all_sms() -> None:
-    """Arithmetic slows by the cube root of its power over what is left; bytes do not."""
+    """Arithmetic slows by the cube root of its excess power, memory does not."""
     assert clock(580, idle=120, limit=700) == 1.0
     assert clock(8 * 580, idle=120, limit=700) == pytest.approx(0.5)
     model = replace(PRESETS["h200"], idle_watts=100.0, power_limit=100.0 + 16 * 10 / 8)
@@ -444,7 +444,7 @@ def test_a_board_at_its_limit_lowers_the_clock_of_all_sms() -> None:
 
 
 def test_an_urgent_kernel_waits_for_a_wave_and_not_for_the_grid() -> None:
-    """It starts when the wave ends in which it came, and the rest of the grid goes on behind it."""
+    """It starts when the present wave ends, and the grid goes on after it."""
     machine = Machine()
     low, high = (machine.stream(None, priority=priority) for priority in (0, -5))
     machine.run(low, "grid", blocks=4 * FILL_ALL, fixed_ns=4_000)
@@ -453,7 +453,7 @@ def test_an_urgent_kernel_waits_for_a_wave_and_not_for_the_grid() -> None:
 
 
 def test_an_urgent_kernel_that_needs_little_displaces_little() -> None:
-    """A grid whose SMs a small urgent kernel takes in part goes on with the others."""
+    """The grid goes on with the SMs that the urgent kernel leaves."""
     machine = Machine()
     low, high = (machine.stream(None, priority=priority) for priority in (0, -5))
     machine.run(low, "grid", blocks=4 * FILL_ALL, sm_ns=4_000 * SMS)
@@ -464,7 +464,7 @@ def test_an_urgent_kernel_that_needs_little_displaces_little() -> None:
 
 
 def test_the_last_wave_of_a_grid_leaves_what_it_does_not_need() -> None:
-    """Of one wave and a half, the later kernel waits for one; of equal priority it comes then."""
+    """A later kernel of equal priority starts in a partly empty last wave."""
     machine = Machine()
     one, two = machine.stream(), machine.stream()
     machine.run(one, "grid", blocks=FILL_ALL * 3 // 2, fixed_ns=2_000)

@@ -1,4 +1,4 @@
-"""Contexts: what is current where, how users are counted, and what may be destroyed."""
+"""Contexts: which is current where, how users are counted, and what may be destroyed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., Machine]
 
 
 def test_the_primary_counts_its_users(machine: Machine) -> None:
-    """Retaining gives the same handle while it is active; the last release ends it."""
+    """Retaining returns the same handle, and the last release ends it."""
     driver = machine.driver
     assert driver.primary_state(0) == (0, True)
     assert driver.retain_primary(0) is machine.primary
@@ -41,7 +41,7 @@ def test_the_primary_counts_its_users(machine: Machine) -> None:
 
 
 def test_a_green_context_retains_its_primary(machine: Machine) -> None:
-    """As long as a green context lives the primary is active, however often it was released."""
+    """The primary stays active while a green context lives."""
     driver = machine.driver
     green = machine.green()
     driver.set_current(None)
@@ -62,7 +62,7 @@ def test_devices_have_primaries_of_their_own(make: Make) -> None:
 
 
 def test_a_primary_does_not_end_before_its_children(machine: Machine) -> None:
-    """Ending the primary with streams or memory alive is refused loudly, and names them."""
+    """Ending it while streams or memory live is refused with their names."""
     machine.stream()
     machine.driver.set_current(None)
     with pytest.raises(DriverMisuse, match="'stream': 1"):
@@ -70,7 +70,7 @@ def test_a_primary_does_not_end_before_its_children(machine: Machine) -> None:
 
 
 def test_a_primary_does_not_end_while_it_is_current(machine: Machine) -> None:
-    """Some thread still stands on it."""
+    """It is current on a thread."""
     with pytest.raises(DriverMisuse, match="ended while current on"):
         machine.driver.release_primary(0)
 
@@ -79,7 +79,7 @@ def test_a_primary_does_not_end_while_it_is_current(machine: Machine) -> None:
 
 
 def test_what_is_current_is_each_threads_own(machine: Machine) -> None:
-    """A new thread has no current context, and what it makes current is its own matter."""
+    """A new thread has no current context, and its changes stay its own."""
     driver = machine.driver
     green = driver.green_context(machine.green())
 
@@ -93,7 +93,7 @@ def test_what_is_current_is_each_threads_own(machine: Machine) -> None:
 
 
 def test_none_pops_and_a_context_replaces(machine: Machine) -> None:
-    """Making a context current replaces the top; None pops it, also from an empty stack."""
+    """Setting a context replaces the top; None pops it, even from an empty stack."""
     driver = machine.driver
     green = driver.green_context(machine.green())
     driver.set_current(green)
@@ -114,7 +114,7 @@ def test_a_green_context_has_one_view(machine: Machine) -> None:
 
 
 def test_a_green_context_is_current_on_one_thread_at_most(machine: Machine) -> None:
-    """A second thread is refused until the first has let go; the primary may be on any number."""
+    """A second thread is refused until the first has left it; the primary is not limited."""
     driver = machine.driver
     green = driver.green_context(machine.green())
     driver.set_current(green)
@@ -127,7 +127,7 @@ def test_a_green_context_is_current_on_one_thread_at_most(machine: Machine) -> N
 
 
 def test_a_thread_that_ends_takes_its_current_context_with_it(machine: Machine) -> None:
-    """A green context that was current on a thread now gone can be used elsewhere and ended."""
+    """A green context of an ended thread can be used and ended."""
     driver = machine.driver
     green = machine.green()
     on_thread(lambda: driver.set_current(driver.green_context(green)))
@@ -140,14 +140,14 @@ def test_a_thread_that_ends_takes_its_current_context_with_it(machine: Machine) 
     "name", [name for name, mark in DRIVER_CALLS.items() if mark.needs_context]
 )
 def test_a_driver_call_that_needs_a_current_context_says_so(machine: Machine, name: str) -> None:
-    """Without one it answers INVALID_CONTEXT, whatever it was given."""
+    """Without one it answers INVALID_CONTEXT for any arguments."""
     with pytest.raises(CUDAError, match="INVALID_CONTEXT"):
         on_thread(getattr(machine.driver, name))
 
 
 @pytest.mark.parametrize("name", sorted(set(DRIVER_CALLS) - {"initialise"}))
 def test_no_driver_call_works_before_initialise_or_after_close(make: Make, name: str) -> None:
-    """Before it is initialised a driver answers NOT_INITIALIZED, and DEINITIALIZED in the end."""
+    """Calls answer NOT_INITIALIZED before, and DEINITIALIZED after."""
     machine = make()
     machine.driver.machine.initialised = False
     with pytest.raises(CUDAError, match="NOT_INITIALIZED"):
@@ -160,7 +160,7 @@ def test_no_driver_call_works_before_initialise_or_after_close(make: Make, name:
 
 
 def test_priorities(machine: Machine) -> None:
-    """The range is the one measured; a stream's priority is clamped to it."""
+    """The range is the measured one, and a stream's priority is clamped to it."""
     driver = machine.driver
     assert driver.priority_range() == (0, -5)
     green = machine.green()
@@ -178,7 +178,7 @@ def test_green_contexts_over_one_split_are_disjoint(machine: Machine) -> None:
 
 
 def test_an_sm_may_be_in_several_green_contexts(machine: Machine) -> None:
-    """Nothing is reserved by making one: the same resource makes any number of them."""
+    """One resource can make any number of green contexts."""
     driver = machine.driver
     descriptor = driver.describe([machine.cells()[0]])
     one, two = (driver.create_green(descriptor, 0) for _ in range(2))
@@ -187,7 +187,7 @@ def test_an_sm_may_be_in_several_green_contexts(machine: Machine) -> None:
 
 
 def test_a_green_context_does_not_end_in_use(machine: Machine) -> None:
-    """Not while it is current anywhere, nor while its streams have work."""
+    """It is refused while it is current or its streams have work."""
     driver = machine.driver
     green = machine.green()
     stream = machine.stream(green)
@@ -209,7 +209,7 @@ def test_a_green_context_does_not_end_in_use(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("version", "status"), [("13.0", 709), ("13.1", 917), ("13.4", 917)])
 def test_streams_that_outlive_their_green_context(make: Make, version: str, status: int) -> None:
-    """They are detached: every call answers 709 up to 13.0, and 917 from 13.1 on."""
+    """Every call on them answers 709 up to 13.0, and 917 from 13.1 on."""
     machine = make(f"h200@{version}")
     driver = machine.driver
     green = machine.green()
@@ -240,7 +240,7 @@ def test_streams_that_outlive_their_green_context(make: Make, version: str, stat
 
 
 def test_what_was_bound_to_a_stream_ends_with_it(machine: Machine) -> None:
-    """A mark or a launch bound earlier is refused once its stream is gone."""
+    """Bound marks and launches of a destroyed stream are refused."""
     driver = machine.driver
     green = machine.green()
     one, two, word = machine.stream(green), machine.stream(green), machine.word()
@@ -257,7 +257,7 @@ def test_what_was_bound_to_a_stream_ends_with_it(machine: Machine) -> None:
 
 
 def test_destroying_a_green_context_ends_its_captures(machine: Machine) -> None:
-    """A capture left open on one of its streams is over, and blocks no call any more."""
+    """An open capture on its streams ends and blocks no call."""
     driver = machine.driver
     green = machine.green()
     driver.begin_capture(machine.stream(green), CaptureMode.GLOBAL)
@@ -271,7 +271,7 @@ def test_destroying_a_green_context_ends_its_captures(machine: Machine) -> None:
 
 
 def test_synchronising_a_context(machine: Machine) -> None:
-    """A green context's waits for its own streams, the primary's for every stream."""
+    """A green context waits for its own streams, the primary for every stream."""
     driver = machine.driver
 
     def body() -> None:
@@ -287,7 +287,7 @@ def test_synchronising_a_context(machine: Machine) -> None:
 
 
 def test_synchronising_waits_for_what_is_there_and_not_for_more(machine: Machine) -> None:
-    """A synchronisation does not wait for work that is submitted meanwhile."""
+    """It does not wait for work that is submitted meanwhile."""
     driver = machine.driver
     stream = machine.stream(machine.green())
     first, second = machine.hold(stream), machine.word()
@@ -305,7 +305,7 @@ def test_synchronising_waits_for_what_is_there_and_not_for_more(machine: Machine
 
 
 def test_synchronising_waits_for_streams_that_were_destroyed(machine: Machine) -> None:
-    """What is queued on a destroyed stream still runs, and its context waits for it."""
+    """Queued work of a destroyed stream still runs, and is waited for."""
     driver = machine.driver
     green = machine.green()
     stream = machine.stream(green)
@@ -321,7 +321,7 @@ def test_synchronising_waits_for_streams_that_were_destroyed(machine: Machine) -
 
 
 def test_handles_of_the_wrong_kind_are_refused(machine: Machine) -> None:
-    """Every driver call refuses a wrong kind of handle, where a real driver would crash."""
+    """Every call refuses a wrong handle, where a real driver would crash."""
     driver = machine.driver
     stream, event, green = machine.stream(), machine.event(), machine.green()
     for call, wrong in (
@@ -342,7 +342,7 @@ def test_handles_of_the_wrong_kind_are_refused(machine: Machine) -> None:
 
 
 def test_handles_of_another_driver_are_refused(make: Make) -> None:
-    """Two simulated machines share nothing: what one gave out the other refuses."""
+    """Two simulated machines refuse each other's handles."""
     here, there = make("h200x2"), make()
     driver = there.driver
     for call in (
@@ -376,7 +376,7 @@ def test_destroying_twice_is_refused(machine: Machine) -> None:
 
 
 def test_live_objects_are_counted(machine: Machine) -> None:
-    """`live` counts what exists, and is empty when everything has ended in order."""
+    """`live` counts what exists, and is empty after an orderly end."""
     driver = machine.driver
     green = machine.green()
     stream, event, memory = machine.stream(green), machine.event(green), machine.pinned()
@@ -403,14 +403,14 @@ def test_live_objects_are_counted(machine: Machine) -> None:
 
 
 def test_raw_streams_have_numbers_of_their_own(machine: Machine) -> None:
-    """No two streams have the same address, and none is 0: that is the NULL stream."""
+    """Stream addresses are unique, and none is 0, the NULL stream."""
     addresses = {machine.driver.stream_address(machine.stream()) for _ in range(5)}
     assert len(addresses) == 5
     assert 0 not in addresses
 
 
 def test_words_are_words(machine: Machine) -> None:
-    """The tests' own words are what the driver sees."""
+    """The driver sees the words that the tests write."""
     word = Word(machine.pinned())
     machine.driver.bind_mark(machine.stream(), word.address)(7)
     machine.finish()
@@ -421,7 +421,7 @@ def test_words_are_words(machine: Machine) -> None:
 
 
 def test_pushing_and_popping(machine: Machine) -> None:
-    """Pushing keeps what was current below; popping brings it back, and an empty stack refuses."""
+    """A push keeps the previous context below, a pop restores it; an empty stack refuses."""
     driver = machine.driver
     green = driver.green_context(machine.green())
     driver.push_current(green)
@@ -436,7 +436,7 @@ def test_pushing_and_popping(machine: Machine) -> None:
 
 
 def test_a_popped_context_floats_to_another_thread(machine: Machine) -> None:
-    """A green context that was popped here may be pushed elsewhere, and not before."""
+    """A green context can be pushed elsewhere once it is popped here."""
     driver = machine.driver
     green = driver.green_context(machine.green())
     driver.push_current(green)
@@ -447,7 +447,7 @@ def test_a_popped_context_floats_to_another_thread(machine: Machine) -> None:
 
 
 def test_a_context_of_its_own_is_made_floating(machine: Machine) -> None:
-    """It is current nowhere, has its flags, outlives the primary, and ends once."""
+    """A new context is current nowhere, has its flags, and ends once."""
     driver = machine.driver
     own = driver.create_context(0, ContextFlags.SCHED_BLOCKING_SYNC)
     assert driver.current() is machine.primary
@@ -470,7 +470,7 @@ def test_a_context_of_its_own_is_made_floating(machine: Machine) -> None:
 
 
 def test_only_a_context_of_its_own_is_destroyed(machine: Machine) -> None:
-    """Destroying the primary, or the view of a green context, is refused loudly."""
+    """Destroying the primary or a green context's view is refused."""
     driver = machine.driver
     for context in (machine.primary, driver.green_context(machine.green())):
         with pytest.raises(DriverMisuse, match="not one of its own"):
@@ -479,7 +479,7 @@ def test_only_a_context_of_its_own_is_destroyed(machine: Machine) -> None:
 
 @pytest.mark.parametrize("flags", [ContextFlags(3), ContextFlags(6), ContextFlags(64)])
 def test_a_context_waits_one_way(machine: Machine, flags: ContextFlags) -> None:
-    """Two ways to wait at once, or an unknown flag, are an INVALID_VALUE."""
+    """Two ways to wait, or an unknown flag, are INVALID_VALUE."""
     with pytest.raises(CUDAError, match="INVALID_VALUE"):
         machine.driver.create_context(0, flags)
     with pytest.raises(CUDAError, match="INVALID_VALUE"):
@@ -487,7 +487,7 @@ def test_a_context_waits_one_way(machine: Machine, flags: ContextFlags) -> None:
 
 
 def test_the_primarys_flags(make: Make) -> None:
-    """They hold for the primary that is active, and for the next one."""
+    """They apply to the active primary and to the next one."""
     driver = make("h200x2").driver
     spin = ContextFlags.SCHED_SPIN
     for device in (0, 1):  # active, and not
@@ -500,7 +500,7 @@ def test_the_primarys_flags(make: Make) -> None:
 
 @pytest.mark.parametrize("spec", ["h200@13.0", "h200@13.4"])
 def test_events_of_a_context_of_its_own_stay_there(make: Make, spec: str) -> None:
-    """On every version an event is recorded on streams of its own context only, or refused."""
+    """An event is recorded on streams of its own context only."""
     machine = make(spec)
     driver, green = machine.driver, machine.green()
     elsewhere = machine.stream(green), machine.stream()
@@ -539,7 +539,7 @@ def test_a_context_waits_for_its_own_streams(machine: Machine) -> None:
 
 
 def test_limits_are_a_contexts_own(machine: Machine) -> None:
-    """What a context is set to is read back there, and nowhere else; a green one shares its own."""
+    """A limit can be read back in its context, and a green context shares it."""
     driver = machine.driver
     driver.set_limit(Limit.STACK, 4096)
     assert driver.limit(Limit.PERSISTING_L2) == 11_796_480  # as an H200 says
@@ -557,7 +557,7 @@ def test_limits_are_a_contexts_own(machine: Machine) -> None:
 
 
 def test_no_persisting_l2_below_8_0(make: Make) -> None:
-    """A device without one says what it takes."""
+    """A device without persisting L2 says what it needs."""
     driver = make("t4").driver
     with pytest.raises(NotSupported, match=r"8\.0; this is one of 7\.5"):
         driver.limit(Limit.PERSISTING_L2)
@@ -566,7 +566,7 @@ def test_no_persisting_l2_below_8_0(make: Make) -> None:
 
 
 def test_nothing_is_current_before_the_driver_is_initialised() -> None:
-    """Asking then is answered with None, and initialises nothing."""
+    """The query returns None and initialises nothing."""
     driver = simulated.open("h200")
     assert Context.current(driver) is None
     with pytest.raises(CUDAError, match="NOT_INITIALIZED"):

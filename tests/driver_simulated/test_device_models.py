@@ -1,4 +1,4 @@
-"""Simulated machines by name, and what their devices say of themselves."""
+"""Simulated machines by name, and the facts of their devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_is_the_device_it_is_named_after(name: str) -> None:
-    """Every preset has the SMs and the compute capability of its device, in whole TPCs."""
+    """Every preset has its device's SMs and compute capability, in whole TPCs."""
     sms, capability, threads = KNOWN[name]
     model = PRESETS[name]
     facts = model.facts(3)
@@ -45,7 +45,7 @@ def test_a_preset_is_the_device_it_is_named_after(name: str) -> None:
 
 
 def test_presets_say_which_they_are() -> None:
-    """No two devices of a machine have the same uuid, and their names say they are simulated."""
+    """UUIDs are unique, and names say that the devices are simulated."""
     facts = [PRESETS["h200"].facts(i) for i in range(2)]
     assert facts[0].uuid != facts[1].uuid
     assert all("Simulated" in each.name for each in facts)
@@ -53,7 +53,7 @@ def test_presets_say_which_they_are() -> None:
 
 @pytest.mark.parametrize(("sms", "gpcs"), [(142, 12), (108, 7), (128, 11), (40, 5), (2, 1)])
 def test_an_even_layout_is_even(sms: int, gpcs: int) -> None:
-    """All SMs in whole TPCs, no GPC with more than one TPC more than another."""
+    """GPCs differ by one TPC at most."""
     layout = even(sms, gpcs)
     assert (sum(layout), len(layout)) == (sms, gpcs)
     assert max(layout) - min(layout) in (0, 2)
@@ -73,7 +73,7 @@ def test_an_even_layout_is_even(sms: int, gpcs: int) -> None:
     ],
 )
 def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, int]) -> None:
-    """Devices, how many of each, and the version of the driver are read as written."""
+    """A name gives the devices, their numbers, and the driver's version."""
     models, found = parse(spec)
     assert ([model.name for model in models], found) == (names, version)
 
@@ -98,7 +98,7 @@ def test_a_machine_by_its_name(spec: str, names: list[str], version: tuple[int, 
     ],
 )
 def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
-    """The error says what there is."""
+    """The error lists the names."""
     with pytest.raises(InvalidRequest, match=message):
         parse(spec)
 
@@ -106,14 +106,14 @@ def test_a_name_that_is_none_is_refused(spec: str, message: str) -> None:
 @pytest.mark.fault("I13")
 @pytest.mark.parametrize("spec", ["h200x99999", "h200x65", "h200x60+t4x5", "h200x999999999"])
 def test_a_machine_has_no_more_devices_than_a_host(spec: str) -> None:
-    """The error is raised before anything is made, and says how many there may be."""
+    """Too many devices are refused with the limit before any is made."""
     with pytest.raises(InvalidRequest, match="a simulated machine has at most 64"):
         parse(spec)
     assert len(parse("h200x60+t4x4")[0]) == 64
 
 
 def test_driver_open_makes_simulated_machines() -> None:
-    """`driver.open` takes the same names; every simulated machine is its own."""
+    """`driver.open` takes the same names and makes a new machine each time."""
     opened = driver.open("simulated:h200x2@13.0")
     opened.initialise()
     assert (opened.name, opened.version, opened.device_count()) == ("simulated", (13, 0), 2)
@@ -123,7 +123,7 @@ def test_driver_open_makes_simulated_machines() -> None:
 
 
 def test_a_machine_of_ones_own_models() -> None:
-    """`open` takes models too, also of devices that do not exist."""
+    """`open` takes models, even of devices that do not exist."""
     tiny = replace(PRESETS["t4"], name="tiny", gpcs=(4, 2))
     opened = simulated.open([tiny, PRESETS["h200"]])
     opened.initialise()
@@ -132,7 +132,7 @@ def test_a_machine_of_ones_own_models() -> None:
 
 
 def test_device_facts(make: Callable[..., Machine]) -> None:
-    """Facts are answered for every device there is, and for no other."""
+    """Facts are returned for existing devices only."""
     machine = make("h200+l40s")
     assert machine.driver.device_facts(1).name == "Simulated L40S"
     for ordinal in (-1, 2):

@@ -1,4 +1,4 @@
-"""Fault scripts, and what a device fault does to everything else."""
+"""Fault scripts, and the effects of a device fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[..., Machine]
     "name", sorted(set(DRIVER_CALLS) - {"initialise", "retain_primary", "set_current"})
 )
 def test_every_driver_call_can_fail(machine: Machine, name: str) -> None:
-    """The call that shall fail answers its status, does nothing, and the next one is itself."""
+    """The chosen call answers its status and does nothing; the next one works."""
     driver = machine.driver
     before = driver.live()
     nth = driver.script.calls[name] + 1
@@ -44,7 +44,7 @@ def test_every_driver_call_can_fail(machine: Machine, name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUND)
 def test_bound_calls_can_fail(machine: Machine, name: str) -> None:
-    """So can the calls of what `bind_launch` and `bind_mark` return."""
+    """The calls that `bind_launch` and `bind_mark` return can fail, too."""
     driver = machine.driver
     driver.script.add(Fail(name, 2, "OUT_OF_MEMORY"))
     stream, word = machine.stream(), machine.word()
@@ -62,7 +62,7 @@ def test_bound_calls_can_fail(machine: Machine, name: str) -> None:
 
 
 def test_a_driver_call_can_fail_for_a_while(make: Make) -> None:
-    """From the nth call up to the last one, and no longer."""
+    """It fails from the nth call to the last one given."""
     machine = make(faults=[Fail("create_event", nth=2, status="OUT_OF_MEMORY", last=4)])
     outcomes = []
     for _ in range(6):
@@ -75,7 +75,7 @@ def test_a_driver_call_can_fail_for_a_while(make: Make) -> None:
 
 
 def test_a_slow_driver_call_takes_longer(make: Make) -> None:
-    """It lasts so much longer on the driver's clock, each time, and then does what it does."""
+    """It takes the extra time on the driver's clock, then does its work."""
     machine = make(faults=[Slow("allocate_host", 2.5), Slow("synchronize_stream", 0.5)])
 
     def body() -> None:
@@ -104,13 +104,13 @@ def test_a_slow_driver_call_takes_longer(make: Make) -> None:
     ],
 )
 def test_a_script_that_makes_no_sense_is_refused(fault: Callable[[], object]) -> None:
-    """Unknown calls and statuses, slow calls that never block, crashes that are no fault."""
+    """Unknown calls and statuses, and impossible scripts, are refused."""
     with pytest.raises(InvalidRequest):
         fault()
 
 
 def test_scripts_count_from_many_threads() -> None:
-    """Each call has its own number: the nth fails on any thread, and no other."""
+    """The nth call fails on whichever thread makes it, and no other call."""
     script = FaultScript([Fail("mark", nth) for nth in range(1, 400, 2)])
 
     def count() -> int:
@@ -128,7 +128,7 @@ def test_scripts_count_from_many_threads() -> None:
 
 
 def test_a_hung_kernel_never_ends(make: Make) -> None:
-    """The nth start of a kernel keeps its room for ever; other streams go on in what is left."""
+    """The nth start of a kernel keeps its room for ever, and other streams go on."""
     machine = make(faults=[Hang("k", nth=2)])
     one, two = machine.greens(2)
     stream, beside, elsewhere = machine.stream(one), machine.stream(one), machine.stream(two)
@@ -158,7 +158,7 @@ def recorded(machine: Machine, stream: Any) -> Any:
 
 
 def everything(machine: Machine) -> dict[str, Callable[[], object]]:
-    """Calls that reach device 0, prepared while it was well."""
+    """Prepare calls that reach device 0 while it is healthy."""
     driver = machine.driver
     green = machine.green()
     stream, event, word = machine.stream(green), machine.event(green), machine.word()
@@ -207,7 +207,7 @@ def everything(machine: Machine) -> dict[str, Callable[[], object]]:
 
 
 def crash(machine: Machine, stream: Any = None) -> None:
-    """Lets a kernel end in a fault, and waits for that."""
+    """Let a kernel fault, and wait for it."""
     stream = stream or machine.stream()
     machine.driver.script.add(Crash("bad", status="ILLEGAL_ADDRESS"))
     machine.run(stream, "bad", fixed_ns=1_000)
@@ -216,7 +216,7 @@ def crash(machine: Machine, stream: Any = None) -> None:
 
 
 def test_after_a_fault_everything_on_the_device_answers_it(machine: Machine) -> None:
-    """A fault is sticky: every call answers its status, with the first fault as its cause."""
+    """Every call answers the fault's status, with the first fault as the cause."""
     calls = everything(machine)
     crash(machine)
     for name, call in calls.items():
@@ -229,7 +229,7 @@ def test_after_a_fault_everything_on_the_device_answers_it(machine: Machine) -> 
 
 
 def test_what_is_ended_after_a_fault_is_ended(machine: Machine) -> None:
-    """Ending things answers the fault too, or ends them quietly; nothing is left at the end."""
+    """Ending an object answers the fault or succeeds, and nothing is left."""
     driver = machine.driver
     green = machine.green()
     stream, event, memory = machine.stream(green), machine.event(green), machine.pinned()
@@ -251,7 +251,7 @@ def test_what_is_ended_after_a_fault_is_ended(machine: Machine) -> None:
 
 
 def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
-    """Words never advance, and copies do not arrive."""
+    """Words do not advance, and copies do not arrive."""
     driver = machine.driver
     word, target = machine.word(), machine.pinned(4)
     one, two, three = machine.stream(), machine.stream(), machine.stream()
@@ -273,7 +273,7 @@ def test_after_a_fault_nothing_comes_to_pass(machine: Machine) -> None:
 
 
 def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
-    """Threads blocked on the stream, the event, the context or a full queue get the fault."""
+    """Threads that are blocked in the driver get the fault."""
     driver = machine.driver
     stream, event = machine.stream(), machine.event()
     machine.hold(stream)
@@ -304,7 +304,7 @@ def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
 
 
 def test_the_other_devices_of_the_process_have_the_fault_soon(make: Make) -> None:
-    """CUDA ends for the process: what runs on another device by then never ends."""
+    """CUDA ends for the process, so work on other devices never ends."""
     machine = make("h200x2")
     there = machine.stream(machine.green(device=1))
     machine.run(there, "before", fixed_ns=10_000)
@@ -320,7 +320,7 @@ def test_the_other_devices_of_the_process_have_the_fault_soon(make: Make) -> Non
 
 @pytest.mark.parametrize("status", ["ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ASSERT", 719])
 def test_the_first_fault_is_the_fault(machine: Machine, status: int | str) -> None:
-    """Every later call has its status, whatever else fails afterwards."""
+    """Every later call has the first fault's status."""
     driver = machine.driver
     driver.script.add(Crash("bad", 1, status))
     driver.script.add(Crash("bad", 2, "MISALIGNED_ADDRESS"))
@@ -333,7 +333,7 @@ def test_the_first_fault_is_the_fault(machine: Machine, status: int | str) -> No
 
 
 def test_a_reference_that_raises_fails_its_stream_once(machine: Machine) -> None:
-    """The next wait for the stream raises it, with its cause; the device stays usable."""
+    """The next wait for the stream raises it; the device stays usable."""
 
     def reference(launch: LaunchFacts) -> None:
         raise ZeroDivisionError("on purpose")
@@ -357,7 +357,7 @@ def test_a_reference_that_raises_fails_its_stream_once(machine: Machine) -> None
 
 
 def test_failed_references_are_reported_to_the_owner_of_a_stream(machine: Machine) -> None:
-    """Instead of being raised by a wait, also where a graph launched the kernel."""
+    """An owner gets them instead of a wait, even from a graph."""
 
     def reference(launch: LaunchFacts) -> None:
         raise ZeroDivisionError("on purpose")
@@ -377,7 +377,7 @@ def test_failed_references_are_reported_to_the_owner_of_a_stream(machine: Machin
 
 
 def test_a_condition_that_raises_fails_its_stream(machine: Machine) -> None:
-    """So does a bug in the condition that a kernel runs until."""
+    """An error in the condition of a waiting kernel fails its stream."""
     stream = machine.stream()
     machine.run(stream, "latch", until=lambda: bool(1 // 0))
     with pytest.raises(ReferenceFailed, match=r"the cost\.until of kernel 'latch'") as caught:
@@ -386,7 +386,7 @@ def test_a_condition_that_raises_fails_its_stream(machine: Machine) -> None:
 
 
 def test_a_cost_that_raises_is_the_callers(machine: Machine) -> None:
-    """It is asked at the launch, and refused there, by kernel and cause; nothing was launched."""
+    """The launch raises it with the kernel and the cause, and launches nothing."""
 
     def cost(launch: LaunchFacts) -> Cost:
         raise KeyError("no such thing")
@@ -398,7 +398,7 @@ def test_a_cost_that_raises_is_the_callers(machine: Machine) -> None:
 
 
 def test_starts_are_counted_by_name(make: Make) -> None:
-    """The nth start of a kernel crashes, whichever stream it is on; others are not counted."""
+    """The nth start of a kernel crashes, on any stream."""
     machine = make(faults=[Crash("k", nth=3)])
     stream = machine.stream()
     for name in ("k", "other", "k", "other"):

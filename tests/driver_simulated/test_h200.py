@@ -1,4 +1,4 @@
-"""What a real H200 answered, and whether the simulated one answers the same."""
+"""The answers of a real H200, and whether the simulated one agrees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sms(resource: ResourceHandle) -> list[int]:
 
 
 def sms_seen(machine: Machine, stream: StreamHandle) -> list[int]:
-    """The SMs on which a kernel finds itself."""
+    """Return the SMs on which a kernel runs."""
     seen: list[int] = []
     kernel = machine.kernel("smids", (), lambda launch: seen.extend(launch.sms))
     machine.launch(stream, kernel)
@@ -36,7 +36,7 @@ def sms_seen(machine: Machine, stream: StreamHandle) -> list[int]:
 def split(
     machine: Machine, minimum: int, *, ignore_coscheduling: bool = False
 ) -> tuple[list[ResourceHandle], ResourceHandle | None]:
-    """As many groups of the device as there can be, and the rest."""
+    """Return as many groups as possible, and the remainder."""
     device = machine.driver.device_resource(0)
     return machine.driver.split_by_count(
         device, None, minimum, ignore_coscheduling=ignore_coscheduling
@@ -47,7 +47,7 @@ def split(
 
 
 def test_the_device(h200: Machine) -> None:
-    """It has the SMs, the granularity, the cache and the priorities of the one that was asked."""
+    """It has the SMs, granularity, cache and priorities of the recorded device."""
     asked, driver = PROBE["device"], h200.driver
     facts = driver.device_facts(0)
     assert facts.sm_count == asked["sm_count"]
@@ -61,7 +61,7 @@ def test_the_device(h200: Machine) -> None:
 
 @pytest.mark.parametrize("asked", PROBE["splits"])
 def test_splits(h200: Machine, asked: str) -> None:
-    """Every split gives as many groups, of the size, and with the rest, that were seen."""
+    """Every split gives the recorded number of groups, their size and the remainder."""
     flags, minimum = map(int, re.findall(r"=(\d+)", asked))
     # The flag for large clusters (2) changed nothing there, and is not in our port.
     groups, rest = split(h200, minimum, ignore_coscheduling=flags == 1)
@@ -71,13 +71,13 @@ def test_splits(h200: Machine, asked: str) -> None:
 
 
 def test_which_sms_a_group_has(h200: Machine) -> None:
-    """The groups of the finest split have the very SM ids that kernels saw there."""
+    """The groups of the finest split have the recorded SM ids."""
     groups, _ = split(h200, 8)
     assert [sms(group) for group in groups] == PROBE["disjoint"]["atoms"]
 
 
 def test_a_group_cut_again(h200: Machine) -> None:
-    """A context of 32 SMs cut into groups of 8 gives three, not four."""
+    """A context of 32 SMs splits into three groups of 8, not four."""
     driver, seen = h200.driver, PROBE["nested_split"]
     outer = driver.create_green(driver.describe(split(h200, 32)[0][:1]), 0)
     inner = driver.context_resource(driver.green_context(outer))
@@ -88,7 +88,7 @@ def test_a_group_cut_again(h200: Machine) -> None:
 
 
 def test_combining(h200: Machine) -> None:
-    """Each combination makes a context or is refused as seen, with the SMs said and the SMs had."""
+    """Each combination is accepted or refused as recorded, with the recorded SMs."""
     driver = h200.driver
     groups, rest = split(h200, 8)
     again, _ = split(h200, 8)
@@ -116,7 +116,7 @@ def test_combining(h200: Machine) -> None:
 
 
 def answer(call: Callable[[], object]) -> str:
-    """The status of a call, by its full name."""
+    """Return the full name of a call's status."""
     try:
         call()
     except CUDAError as error:
@@ -129,7 +129,7 @@ def edges(*names: str) -> dict[str, Any]:
 
 
 def test_what_a_current_context_decides(h200: Machine) -> None:
-    """A stream keeps its SMs whatever is current; a plain stream has those of what was current."""
+    """A green stream keeps its SMs; a plain stream has those of the current context."""
     driver = h200.driver
     one, two = h200.greens(2, 8)
     stream, other = h200.stream(one), h200.stream(two)
@@ -154,7 +154,7 @@ def test_what_a_current_context_decides(h200: Machine) -> None:
 
 
 def test_events_and_contexts(h200: Machine) -> None:
-    """An event is recorded on any stream of its device, and a whole green context in any event."""
+    """An event records any stream of its device, and also a whole green context."""
     driver = h200.driver
     one, two = h200.greens(2, 8)
     stream, other = h200.stream(one), h200.stream(two)
@@ -177,14 +177,14 @@ def test_events_and_contexts(h200: Machine) -> None:
 
 
 def test_an_output_of_a_split_cut_again(h200: Machine) -> None:
-    """It is refused with the status that was seen."""
+    """It is refused with the recorded status."""
     group = split(h200, 32)[0][0]
     status = answer(lambda: h200.driver.split_by_count(group, 1, 8))
     assert status == PROBE["driver_edges"]["split a raw split result again"]
 
 
 def test_work_queues_are_not_there(h200: Machine) -> None:
-    """The driver knows no resource of that kind, so the simulated one has no such feature."""
+    """The driver has no such resource, nor has the simulated one."""
     kinds = edges("CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG", "CU_DEV_RESOURCE_TYPE_WORKQUEUE")
     assert set(kinds.values()) == {"CUDA_ERROR_INVALID_RESOURCE_TYPE"}
     assert not h200.driver.supports(Feature.WORKQUEUES)
@@ -209,7 +209,7 @@ def test_synchronising_a_green_context(h200: Machine) -> None:
 
 
 def test_a_kernel_of_the_primary(h200: Machine) -> None:
-    """It runs on every SM, those of live partitions too."""
+    """It runs on every SM, even those of green contexts."""
     own = sms_seen(h200, h200.stream(h200.green(8)))
     seen = sms_seen(h200, h200.stream())
     answers = {
@@ -220,7 +220,7 @@ def test_a_kernel_of_the_primary(h200: Machine) -> None:
 
 
 def test_a_stream_after_its_green_context(h200: Machine) -> None:
-    """It can be neither asked, nor waited for, nor ended."""
+    """It can be neither queried, nor waited for, nor destroyed."""
     driver, green = h200.driver, h200.green(8)
     stream = h200.stream(green)
     driver.destroy_green(green)
@@ -233,7 +233,7 @@ def test_a_stream_after_its_green_context(h200: Machine) -> None:
 
 
 def test_ending_a_green_context_in_use(h200: Machine) -> None:
-    """A GPU lets it be, and loses its streams for good; that misuse is refused here, in words."""
+    """A GPU allows it and loses the streams; the simulated driver refuses it."""
     driver = h200.driver
     for seen in (
         PROBE["destroy_in_flight"]["cuGreenCtxDestroy with a 50 ms kernel in flight"],
@@ -255,7 +255,7 @@ def test_ending_a_green_context_in_use(h200: Machine) -> None:
 
 
 def test_memory_of_one_partition_in_another(h200: Machine) -> None:
-    """What was allocated on one stream is used and freed on another's."""
+    """Memory of one stream is used and freed on another's."""
     (asked,) = (name for name in PROBE["pooled_memory"] if name.startswith("allocated on one"))
     assert PROBE["pooled_memory"][asked] == "works"
     driver = h200.driver
@@ -269,7 +269,7 @@ def test_memory_of_one_partition_in_another(h200: Machine) -> None:
 
 
 def test_tickets_of_many_streams(h200: Machine) -> None:
-    """Words written by all streams at once each come, and none before its time."""
+    """Words of all streams arrive, and none early."""
     driver, seen = h200.driver, PROBE["words_on_green_streams"]["lanes writing at once"]
     streams = [h200.stream(green) for green in h200.greens(seen["lanes"], 8)]
     words, kernel = [h200.word() for _ in streams], h200.kernel()
@@ -287,7 +287,7 @@ def test_tickets_of_many_streams(h200: Machine) -> None:
 
 
 def test_a_ticket_comes_behind_a_copy(h200: Machine) -> None:
-    """A thread that sees the ticket sees all bytes that were copied before it."""
+    """A thread that sees a ticket sees all bytes copied before it."""
     asked = "64 MiB copy then ticket: last bytes wrong at first sight"
     assert PROBE["words_on_green_streams"][asked] == "0 of 20"
     driver, word, nbytes = h200.driver, h200.word(), 1 << 16
@@ -303,7 +303,7 @@ def test_a_ticket_comes_behind_a_copy(h200: Machine) -> None:
 
 
 def test_a_ticket_on_a_capturing_stream(h200: Machine) -> None:
-    """It is recorded, and the capture ends well; the word stays as it is until a replay."""
+    """It is recorded, and the word changes only at a replay."""
     driver, word = h200.driver, h200.word()
     stream = h200.stream(h200.green(8))
     mark = driver.bind_mark(stream, word.address)
@@ -320,7 +320,7 @@ def test_a_ticket_on_a_capturing_stream(h200: Machine) -> None:
 
 
 def test_a_fault_is_everybodys(h200: Machine) -> None:
-    """Every partition and the primary answer it; a green context is ended all the same."""
+    """Every context answers it, but a green context can still be ended."""
     driver = h200.driver
     one, two = h200.greens(2, 8)
     stream, sibling, plain = h200.stream(one), h200.stream(two), h200.stream()

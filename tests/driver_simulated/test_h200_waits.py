@@ -1,4 +1,4 @@
-"""What waits on an H200 while others work, and which memory it does not give back."""
+"""Which calls wait on an H200 while others work, and which memory does not return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def recorded(words: str) -> dict[str, Any]:
-    """The answers to the question with these words in it."""
+    """Return the answers to the question with these words."""
     asked = STUCK_AND_LOST | FIRST_USE_HOLDS
     (answers,) = (answers for key, answers in asked.items() if words in key)
     assert isinstance(answers, dict)
@@ -209,7 +209,7 @@ CALLS: dict[str, Callable[[Beside], Call]] = {
 @pytest.mark.parametrize("by", ["a kernel", "a wait on a word"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_which_calls_wait_beside_stuck_work(h200: Machine, name: str, by: str) -> None:
-    """Those wait that were seen to, every time and until the work is done; the others return."""
+    """The calls that waited on the GPU wait here, and the others return."""
     driver, word = h200.driver, h200.word()
     stuck = h200.stream(h200.green())
     call = CALLS[name](Beside(h200))
@@ -270,7 +270,7 @@ MEANWHILE: dict[str, Callable[[Beside], Call]] = {
 @pytest.mark.parametrize("holder", HOLDS)
 @pytest.mark.parametrize("name", MEANWHILE)
 def test_which_calls_wait_with_one_that_waits(h200: Machine, name: str, holder: str) -> None:
-    """A change of code blocks the calls that it was seen to block, and no others."""
+    """Loading code blocks the calls that it blocked on the GPU, and no others."""
     driver, word = h200.driver, h200.word()
     hold, call = HOLDERS[holder](Beside(h200)), MEANWHILE[name](Beside(h200))
     context = driver.current()
@@ -301,7 +301,7 @@ def test_which_calls_wait_with_one_that_waits(h200: Machine, name: str, holder: 
 
 
 def test_another_device_is_not_held_up() -> None:
-    """Code is changed on one device: launches and records on the other go on."""
+    """Loading code on one device does not block the other."""
     assert max(row["launch on another device"] for row in HOLDS.values()) < 1
     machine = Machine("h200x2")
     driver, hold = machine.driver, Beside(machine).kernel_layout()
@@ -329,7 +329,7 @@ def test_another_device_is_not_held_up() -> None:
 
 
 def test_a_second_kernel_of_a_library_does_not_wait(h200: Machine) -> None:
-    """Its code came with the first one's."""
+    """Its code was loaded with the first kernel's."""
     assert max(recorded("second kernel of a library").values()) < 1
     driver, word = h200.driver, h200.hold(h200.stream())
     image = CodeImage("two", {name: h200.kernel(name).spec for name in ("one", "other")})
@@ -343,7 +343,7 @@ def test_a_second_kernel_of_a_library_does_not_wait(h200: Machine) -> None:
 
 
 def test_a_fault_ends_the_waiting(h200: Machine) -> None:
-    """A wait for a device that fails ends with its fault; what was to be destroyed is destroyed."""
+    """A wait for a failing device ends with its fault."""
     driver = h200.driver
     calls = [CALLS[name](Beside(h200)) for name in ("create green", "host unregister")]
     unload = CALLS["cuLibraryUnload"](Beside(h200))
@@ -423,7 +423,7 @@ def free_mib(machine: Machine) -> float:
 
 
 def test_what_contexts_and_streams_take(h200: Machine) -> None:
-    """A green context and its streams take what was seen, to a tenth of a MiB."""
+    """They take the recorded memory, to a tenth of a MiB."""
     seen, driver = STUCK_AND_LOST["MiB"], h200.driver
     number, before = 30, free_mib(h200)
     descriptor = driver.describe(h200.cells()[:1])
@@ -441,7 +441,7 @@ def test_what_contexts_and_streams_take(h200: Machine) -> None:
 
 @pytest.mark.parametrize("case", recorded("not back after making and ending"))
 def test_what_does_not_come_back(h200: Machine, case: str) -> None:
-    """Of a green context 4 MiB stay away, of its streams nothing; with the primary all is back."""
+    """4 MiB of a green context return only with the primary."""
     driver, seen = h200.driver, recorded("not back after making and ending")[case]
     kept = h200.green()
     before = driver.memory_info()[0]
@@ -465,7 +465,7 @@ def test_what_does_not_come_back(h200: Machine, case: str) -> None:
 
 
 def test_all_comes_back_with_the_primary(h200: Machine) -> None:
-    """Lost memory stays lost as long as the primary context is retained, and no longer."""
+    """Lost memory returns when the primary context ends."""
     seen = recorded("after opening and closing a pool")
     driver, before = h200.driver, free_mib(h200)
     for _ in range(55):
@@ -480,7 +480,7 @@ def test_all_comes_back_with_the_primary(h200: Machine) -> None:
 
 
 def test_churn(h200: Machine) -> None:
-    """A thousand green contexts made and ended lose just the bytes that were seen to be lost."""
+    """A thousand green contexts lose exactly the recorded bytes."""
     driver, before = h200.driver, h200.driver.memory_info()[0]
     descriptor = driver.describe(h200.cells()[:2])
     for _ in range(1000):
@@ -491,7 +491,7 @@ def test_churn(h200: Machine) -> None:
 
 
 def test_how_many_there_can_be(h200: Machine) -> None:
-    """As many green contexts with a stream each live at once as the probe cared to make."""
+    """As many green contexts exist at once as the probe made."""
     seen = PROBE["how_many"]
     assert seen["stopped_by"] == "the probe's own limit"
     driver, cells = h200.driver, h200.cells(8)

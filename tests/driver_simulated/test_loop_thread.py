@@ -1,4 +1,4 @@
-"""Promise 5 of the design: no call that can block runs on an event loop's thread."""
+"""No call that can block runs on an event loop's thread (promise 5 of the design)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LOOPS = pytest.mark.parametrize("on_loop", [on_asyncio, on_trio])
 def test_a_driver_call_that_may_block_is_refused(
     machine: Machine, name: str, on_loop: Callable[..., Any]
 ) -> None:
-    """On a loop's thread it raises before it does anything, and says what to do instead."""
+    """On a loop's thread it raises before any effect, with an alternative."""
     with pytest.raises(LoopWouldBlock, match=f"{name} can block.*worker thread"):
         on_loop(getattr(machine.driver, name))
 
@@ -58,7 +58,7 @@ def test_a_driver_call_that_may_block_is_refused(
 def test_a_driver_call_that_never_blocks_is_not(
     machine: Machine, name: str, on_loop: Callable[..., Any]
 ) -> None:
-    """On a loop's thread it gets as far as its arguments."""
+    """On a loop's thread it runs up to its arguments' check."""
     if name in ALONE:
         on_loop(getattr(machine.driver, name))
         return
@@ -68,7 +68,7 @@ def test_a_driver_call_that_never_blocks_is_not(
 
 
 def test_a_worker_beside_a_loop_may_block(machine: Machine) -> None:
-    """What counts is the thread of the call: beside a running loop, other threads may block."""
+    """Other threads may block while a loop runs."""
     driver = machine.driver
 
     async def main() -> None:
@@ -80,7 +80,7 @@ def test_a_worker_beside_a_loop_may_block(machine: Machine) -> None:
 
 @LOOPS
 def test_a_first_launch_is_refused(machine: Machine, on_loop: Callable[..., Any]) -> None:
-    """A kernel's first launch on a context may load it, and is refused; later ones are not."""
+    """A first launch on a context may load code, so it is refused; later ones are not."""
     one, two = (machine.stream(green) for green in machine.greens(2))
     kernel = machine.kernel("first")
     bound = [
@@ -97,7 +97,7 @@ def test_a_first_launch_is_refused(machine: Machine, on_loop: Callable[..., Any]
 
 @LOOPS
 def test_a_loaded_kernel_launches_anywhere(machine: Machine, on_loop: Callable[..., Any]) -> None:
-    """`load_kernel` with the stream's context current makes its first launch one like others."""
+    """After `load_kernel` a first launch is like any other."""
     driver = machine.driver
     green = machine.green()
     stream, kernel = machine.stream(green), machine.kernel("loaded")
@@ -111,7 +111,7 @@ def test_a_loaded_kernel_launches_anywhere(machine: Machine, on_loop: Callable[.
 
 @LOOPS
 def test_growing_a_pool_is_refused(machine: Machine, on_loop: Callable[..., Any]) -> None:
-    """An allocation from what the pool has is fine; one that makes it grow is not."""
+    """An allocation that makes the pool grow is refused, others are not."""
     driver, stream = machine.driver, machine.stream()
     assert driver.reserved_bytes(machine.pool) == 0
     with pytest.raises(LoopWouldBlock, match="the pool grows"):
@@ -126,7 +126,7 @@ def test_growing_a_pool_is_refused(machine: Machine, on_loop: Callable[..., Any]
 
 
 def test_a_full_stream_is_refused(machine: Machine) -> None:
-    """Behind a full launch queue a submission would block; the stream is none the worse."""
+    """With a full launch queue a submission is refused, and the stream stays usable."""
     driver = machine.driver
     word, stream, event = machine.word(), machine.stream(), machine.event()
     driver.record_event(event, stream)
@@ -156,7 +156,7 @@ def test_a_full_stream_is_refused(machine: Machine) -> None:
 
 
 def test_the_simulated_driver_has_every_driver_call() -> None:
-    """Each is a method of one of its components, with the machine's checks in front."""
+    """Each is a method of a component, with the machine's checks."""
     assert not SimulatedDriver.__abstractmethods__
     for name in DRIVER_CALLS:
         assert hasattr(getattr(SimulatedDriver, name), "__wrapped__"), name

@@ -1,4 +1,4 @@
-"""Memory: bounds, ends, pools, and copies."""
+"""Memory: bounds, lifetimes, pools and copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def download(machine: Machine, address: int, nbytes: int, stream: StreamHandle) 
 
 
 def test_copies_move_bytes(machine: Machine) -> None:
-    """Up, inside the device and down: what arrives is what was sent, at every offset."""
+    """Copies to, within and from the device move the right bytes at every offset."""
     driver, stream = machine.driver, machine.stream()
     data = np.random.default_rng(1).integers(0, 256, 1000, np.uint8)
     source = machine.pinned(1000)
@@ -50,7 +50,7 @@ def test_copies_move_bytes(machine: Machine) -> None:
 
 
 def test_fresh_device_memory_is_poisoned(machine: Machine) -> None:
-    """What was never written reads as 0xFF (NaN, -1), so that reading it shows."""
+    """Unwritten memory reads as 0xFF (NaN, -1), so that reading it shows."""
     stream = machine.stream()
     for nbytes in (1, 64, POISON_LIMIT):
         address = machine.device_memory(nbytes, stream)
@@ -63,7 +63,7 @@ def test_fresh_device_memory_is_poisoned(machine: Machine) -> None:
 
 
 def test_pinned_memory_is_zeroed_and_seen_by_both(machine: Machine) -> None:
-    """It has one address on both sides, a view of its bytes, and begins with zeros."""
+    """It has one address on both sides, and begins with zeros."""
     memory = machine.pinned(100)
     assert bytes(memory.view) == bytes(100)
     assert memory.address == memory.device_address
@@ -74,7 +74,7 @@ def test_pinned_memory_is_zeroed_and_seen_by_both(machine: Machine) -> None:
 
 
 def test_setting_bytes(machine: Machine) -> None:
-    """Only what was named is filled, with one byte value."""
+    """Only the given range is filled."""
     stream = machine.stream()
     address = machine.device_memory(16, stream)
     machine.driver.set_bytes(address, 0, 16, stream)
@@ -89,7 +89,7 @@ def test_setting_bytes(machine: Machine) -> None:
 
 
 def test_nothing_reaches_beyond_its_allocation(machine: Machine) -> None:
-    """A copy or fill that starts before or ends after its allocation is refused."""
+    """A copy or fill outside of its allocation is refused."""
     driver, stream = machine.driver, machine.stream()
     address, memory = machine.device_memory(100, stream), machine.pinned(200)
     machine.device_memory(100, stream)  # the next one is never adjacent
@@ -106,7 +106,7 @@ def test_nothing_reaches_beyond_its_allocation(machine: Machine) -> None:
 
 
 def test_copies_take_pinned_memory_only(machine: Machine) -> None:
-    """Pageable host memory, from which a real driver would block, is refused by name."""
+    """Pageable host memory is refused, because a real driver would block."""
     stream = machine.stream()
     address, pageable = machine.device_memory(64, stream), np.zeros(64, np.uint8)
     for call in (
@@ -118,7 +118,7 @@ def test_copies_take_pinned_memory_only(machine: Machine) -> None:
 
 
 def test_memory_is_not_used_after_its_end(machine: Machine) -> None:
-    """A freed address is invalid for the host at once, and is not used again."""
+    """A freed address is invalid at once and is never reused."""
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(64, stream)
     driver.free(address, stream)
@@ -136,7 +136,7 @@ def test_memory_is_not_used_after_its_end(machine: Machine) -> None:
 
 
 def test_memory_ends_where_it_was_made(machine: Machine) -> None:
-    """Pinned memory is not freed to a pool, pool memory not as pinned; both stay usable."""
+    """Pinned memory and pool memory are freed by their own calls only."""
     driver, stream = machine.driver, machine.stream()
     memory, address = machine.pinned(64), machine.device_memory(64, stream)
     with pytest.raises(DriverMisuse, match="is pinned memory"):
@@ -151,7 +151,7 @@ def test_memory_ends_where_it_was_made(machine: Machine) -> None:
 
 
 def test_work_in_flight_keeps_its_bytes(machine: Machine) -> None:
-    """A copy submitted before its source is freed still moves the bytes."""
+    """A copy whose source is freed meanwhile still moves the bytes."""
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(4, stream)
     gate = machine.hold(stream)
@@ -178,7 +178,7 @@ def test_nothing_is_no_size(machine: Machine, nbytes: int) -> None:
 
 
 def test_a_pool_keeps_what_it_has(machine: Machine) -> None:
-    """It grows in steps, reuses what came back, and gives all to its device when it ends."""
+    """It grows in steps, reuses freed memory, and returns all at its end."""
     driver, stream = machine.driver, machine.stream()
     before = driver.memory_info()
     assert before == (PRESETS["h200"].memory_bytes - STREAM_BYTES, PRESETS["h200"].memory_bytes)
@@ -197,7 +197,7 @@ def test_a_pool_keeps_what_it_has(machine: Machine) -> None:
 
 
 def test_a_pool_does_not_end_in_use(machine: Machine) -> None:
-    """With memory of it alive, ending it is refused, and it lives on."""
+    """A pool with live memory cannot be destroyed."""
     stream = machine.stream()
     address = machine.device_memory(64, stream)
     with pytest.raises(DriverMisuse, match="in use"):
@@ -208,7 +208,7 @@ def test_a_pool_does_not_end_in_use(machine: Machine) -> None:
 
 
 def test_memory_comes_back_behind_the_stream(machine: Machine) -> None:
-    """Freed bytes are the pool's again when the stream gets there, not when the host asks."""
+    """Freed bytes return when the stream gets there."""
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(POOL_STEP, stream)
 
@@ -226,7 +226,7 @@ def test_memory_comes_back_behind_the_stream(machine: Machine) -> None:
 
 
 def test_running_out_of_memory_leaves_everything_usable(make: Make) -> None:
-    """It says what was asked and what there is, takes nothing, and the rest can still be had."""
+    """The error has the requested and available bytes, and takes nothing."""
     machine = make([SMALL])
     driver, stream = machine.driver, machine.stream()
     first = machine.device_memory(90 * MIB, stream)
@@ -245,7 +245,7 @@ def test_running_out_of_memory_leaves_everything_usable(make: Make) -> None:
 
 
 def test_contexts_and_streams_take_memory(make: Make) -> None:
-    """Where there is none they are refused, and leave nothing; where some comes back, they fit."""
+    """Without memory they are refused, and once some returns they fit."""
     machine = make([SMALL])
     driver, stream = machine.driver, machine.stream()
     address = machine.device_memory(100 * MIB, stream)
@@ -261,7 +261,7 @@ def test_contexts_and_streams_take_memory(make: Make) -> None:
 
 
 def test_devices_have_memory_of_their_own(make: Make) -> None:
-    """A pool takes from its device, whatever stream orders the allocation."""
+    """A pool takes memory of its device, whatever stream orders the allocation."""
     machine = make([SMALL, SMALL])
     driver, stream = machine.driver, machine.stream()
     other = driver.create_memory_pool(1)
@@ -274,7 +274,7 @@ def test_devices_have_memory_of_their_own(make: Make) -> None:
 
 
 def test_pools_count_right_from_many_threads(make: Make) -> None:
-    """Allocating and freeing from several threads at once, no byte is lost or counted twice."""
+    """With several threads no byte is lost or counted twice."""
     machine = make(clock=None)
     driver, pool = machine.driver, machine.pool
 

@@ -1,4 +1,4 @@
-"""Kernels: what their references are given, and what is refused."""
+"""Kernels: the arguments of their references, and what is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saxpy(launch: LaunchFacts, a: Any, x: Any, y: Any, n: Any) -> None:
 
 
 def array(machine: Machine, values: Any) -> tuple[int, np.ndarray]:
-    """Pinned memory with these values: its address, and its bytes as they are."""
+    """Return pinned memory with these values: its address and its bytes."""
     data = np.asarray(values)
     memory = machine.pinned(data.nbytes)
     view = np.frombuffer(memory.view, data.dtype)
@@ -54,7 +54,7 @@ def array(machine: Machine, values: Any) -> tuple[int, np.ndarray]:
 
 
 def test_a_reference_runs_on_real_bytes(machine: Machine) -> None:
-    """Scalars and arrays arrive as CUDA passes them, and what is written stays written."""
+    """Scalars and arrays arrive as in CUDA, and written values stay."""
     x, _ = array(machine, np.arange(100, dtype=np.float32))
     y, result = array(machine, np.ones(100, np.float32))
     machine.launch(machine.stream(), machine.kernel("saxpy", SAXPY, saxpy), 2.0, x, y, 50)
@@ -65,7 +65,7 @@ def test_a_reference_runs_on_real_bytes(machine: Machine) -> None:
 
 
 def test_what_a_reference_is_given(machine: Machine) -> None:
-    """Typed scalars, writable arrays to the end of their allocation, const ones read-only."""
+    """Typed scalars, and arrays to the end of their allocation; const ones are read-only."""
     seen: dict[str, Any] = {}
 
     def reference(launch: LaunchFacts, *arguments: Any) -> None:
@@ -101,7 +101,7 @@ def test_what_a_reference_is_given(machine: Machine) -> None:
 
 
 def test_a_reference_that_writes_to_a_const_parameter_fails(machine: Machine) -> None:
-    """A const parameter cannot be written, by mistake or otherwise."""
+    """A const parameter cannot be written."""
 
     def reference(launch: LaunchFacts, x: Any) -> None:
         x[0] = 1
@@ -116,7 +116,7 @@ def test_a_reference_that_writes_to_a_const_parameter_fails(machine: Machine) ->
 
 
 def test_values_are_read_at_each_launch(machine: Machine) -> None:
-    """Between launches of what was bound once, values may be patched in place."""
+    """A bound launch's values may be changed between launches."""
     y, result = array(machine, np.zeros(3, np.int32))
 
     def reference(launch: LaunchFacts, y: Any, i: Any) -> None:
@@ -135,7 +135,7 @@ def test_values_are_read_at_each_launch(machine: Machine) -> None:
 
 
 def test_what_a_launch_was_given_when_it_was_made_counts(machine: Machine) -> None:
-    """The cost is asked at the launch with the bytes of that moment; the reference runs later."""
+    """The cost sees the launch's bytes; the reference runs later."""
     y, data = array(machine, np.zeros(1, np.int32))
     asked: list[int] = []
 
@@ -190,7 +190,7 @@ def test_a_first_use_waits_until_nothing_runs(make: Make, clock: Callable[[], An
 
 
 def test_a_first_launch_counts_what_was_launched_before_it(machine: Machine) -> None:
-    """Also a kernel that has not begun yet is waited for, and one that waits for room."""
+    """It also waits for kernels that have not begun."""
     green = machine.green()
     one, two, three = (machine.stream(green) for _ in range(3))
     machine.run(one, "full", threads=1024, fixed_ns=1_000)
@@ -202,7 +202,7 @@ def test_a_first_launch_counts_what_was_launched_before_it(machine: Machine) -> 
 
 
 def test_asking_for_parameters_is_a_first_use(machine: Machine) -> None:
-    """It may block before the first use of a kernel, so it is refused on a loop until then."""
+    """It may block, so it is refused on a loop until the first use."""
     kernel = machine.kernel("fresh", loaded=False)
 
     async def on_loop() -> object:
@@ -215,7 +215,7 @@ def test_asking_for_parameters_is_a_first_use(machine: Machine) -> None:
 
 
 def test_a_first_use_is_one_of_each_device(make: Make) -> None:
-    """What runs on another device is not waited for, and each device loads for itself."""
+    """Each device loads for itself, and does not wait for others."""
     machine = make("h200x2")
     driver = machine.driver
     here, there = machine.stream(machine.green()), machine.stream(machine.green(device=1))
@@ -244,7 +244,7 @@ def test_a_first_use_ends_with_its_device(make: Make) -> None:
 
 
 def test_a_first_use_comes_again_with_a_new_primary(machine: Machine) -> None:
-    """Code ends with the context that had it: the next primary loads it anew."""
+    """The next primary context loads the code again."""
     driver = machine.driver
     kernel = machine.kernel("kernel", loaded=False)
     driver.load_kernel(kernel)
@@ -261,7 +261,7 @@ def test_a_first_use_comes_again_with_a_new_primary(machine: Machine) -> None:
 
 
 def test_a_kernel_without_reference_or_cost_cannot_run(machine: Machine) -> None:
-    """The error says which is missing, and how to give it."""
+    """The error says which is missing and how to add it."""
     driver = machine.driver
     bare = KernelSpec("bare", ())
     with_reference = KernelSpec("half", (), reference=lambda launch: None)
@@ -296,13 +296,13 @@ def test_a_kernel_without_reference_or_cost_cannot_run(machine: Machine) -> None
 def test_a_geometry_beyond_the_limits_is_invalid(
     machine: Machine, grid: Any, block: Any, shared: int
 ) -> None:
-    """Grids, blocks and shared memory beyond what the device has answer INVALID_VALUE."""
+    """Grids, blocks and shared memory beyond the limits are INVALID_VALUE."""
     with pytest.raises(CUDAError, match="INVALID_VALUE"):
         machine.driver.bind_launch(machine.stream(), machine.kernel(), grid, block, shared, 0)
 
 
 def test_the_largest_geometry_is_valid(machine: Machine) -> None:
-    """The limits themselves are allowed, and more shared memory once, and while, it is allowed."""
+    """The limits are allowed, and more shared memory if it was allowed before."""
     driver, stream, kernel = machine.driver, machine.stream(), machine.kernel()
     most = driver.device_facts(0).max_shared_bytes
     driver.bind_launch(stream, kernel, (2**31 - 1, 65535, 65535), (1024, 1, 1), 48 * 1024, 0)
@@ -318,7 +318,7 @@ def test_the_largest_geometry_is_valid(machine: Machine) -> None:
 
 
 def test_arguments_that_are_no_memory_are_refused(machine: Machine) -> None:
-    """Freed, foreign and misaligned pointers are refused at the launch, naming the argument."""
+    """The launch refuses bad pointers and names the argument."""
     driver, stream = machine.driver, machine.stream()
     kernel = machine.kernel("take", [Parameter("x", "f8", pointer=True)])
     address = machine.device_memory(64, stream)
@@ -332,7 +332,7 @@ def test_arguments_that_are_no_memory_are_refused(machine: Machine) -> None:
 
 
 def test_memory_of_another_device_is_refused(make: Make) -> None:
-    """A kernel reaches its own device's memory and pinned memory, and no other device's."""
+    """A kernel reaches its own device's memory and pinned memory only."""
     machine = make("h200x2")
     driver = machine.driver
     kernel = machine.kernel("take", [Parameter("x", "f8", pointer=True)])
@@ -350,7 +350,7 @@ def test_memory_of_another_device_is_refused(make: Make) -> None:
 
 
 def test_kernels_of_a_library(machine: Machine) -> None:
-    """A kernel is found by name, the same one each time, until its library ends."""
+    """A name gives the same kernel each time, until its library ends."""
     driver = machine.driver
     spec = KernelSpec("k", (), lambda launch: None, lambda launch: Cost())
     library = driver.load_code(CodeImage("lib", {"k": spec}))
@@ -373,7 +373,7 @@ def test_kernels_of_a_library(machine: Machine) -> None:
 
 
 def test_parameters_lie_as_cuda_lays_them(machine: Machine) -> None:
-    """Each parameter stands at a multiple of its own size."""
+    """Each parameter is at a multiple of its own size."""
     parameters = [
         Parameter("a", "i1"),
         Parameter("b", "f8"),
@@ -387,7 +387,7 @@ def test_parameters_lie_as_cuda_lays_them(machine: Machine) -> None:
 
 
 def test_limits_of_a_kernel(machine: Machine) -> None:
-    """They are the device's: a reference needs no registers and no static shared memory."""
+    """They are the device's, because a reference needs no registers or static memory."""
     limits = machine.driver.kernel_limits(machine.kernel(), 0)
     assert (limits.max_threads_per_block, limits.static_shared_bytes) == (1024, 0)
 
@@ -406,7 +406,7 @@ def test_limits_of_a_kernel(machine: Machine) -> None:
     ids=["nan", "infinite", "negative", "no SM", "a string", "a number", "failing"],
 )  # fmt: skip
 def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
-    """A launch whose cost is no finite number fails by name, and neither hangs nor ends the GPU."""
+    """A launch whose cost is not a finite number fails by name."""
     kernel = Program('extern "C" __global__ void k(int n) {}').kernel("k")
     kernel.reference(lambda launch, n: None)
     kernel.cost(cost)
@@ -421,7 +421,7 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
 
 
 def test_a_reference_that_fails_fails_its_job_alone() -> None:
-    """The job raises ReferenceFailed with its cause; other jobs and the pool are unharmed."""
+    """The job raises ReferenceFailed; other jobs and the pool go on."""
     kernel = Program('extern "C" __global__ void k(int n) {}').kernel("k")
     kernel.cost(lambda launch, n: Cost())
 
@@ -449,7 +449,7 @@ def test_a_reference_that_fails_fails_its_job_alone() -> None:
 
 
 def test_a_failed_reference_that_no_task_awaited_is_raised_at_the_end_of_the_block() -> None:
-    """It is raised once: the next lease of the same executor has none of it."""
+    """It is raised once, and the next lease is not affected."""
     kernel = Program('extern "C" __global__ void k() {}').kernel("k")
     kernel.cost(lambda launch: Cost())
 

@@ -1,4 +1,4 @@
-"""Several devices: access to each other's memory, and the time of a copy between them."""
+"""Several devices: access to each other's memory, and the time of copies between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NBYTES = 450_000
 
 
 def other(machine: Machine) -> tuple[ContextHandle, MemoryPoolHandle, int]:
-    """Device 1's primary context, a pool there, and memory of it."""
+    """Return device 1's primary context, a pool there, and memory of it."""
     driver = machine.driver
     context, pool, before = driver.retain_primary(1), driver.create_memory_pool(1), driver.current()
     driver.set_current(context)
@@ -33,7 +33,7 @@ def other(machine: Machine) -> tuple[ContextHandle, MemoryPoolHandle, int]:
 def test_devices_of_one_model_with_a_link_reach_each_other(
     make: Make, spec: str, reaches: bool
 ) -> None:
-    """Peer access is between devices of one model that has it, both ways, and never to itself."""
+    """Peer access is mutual, between devices of one model with a link."""
     driver = make(spec).driver
     assert driver.can_access_peer(0, 1) is driver.can_access_peer(1, 0) is reaches
     assert not driver.can_access_peer(0, 0)
@@ -43,7 +43,7 @@ def test_devices_of_one_model_with_a_link_reach_each_other(
 
 
 def test_a_pool_is_shared_only_where_the_hardware_can(make: Make) -> None:
-    """Access to a pool is refused to a device that cannot reach its device."""
+    """A device without peer access is refused access to a pool."""
     machine = make("rtx4090x2")
     with pytest.raises(CUDAError) as refused:
         machine.driver.share_memory_pool(machine.pool, 1)
@@ -51,7 +51,7 @@ def test_a_pool_is_shared_only_where_the_hardware_can(make: Make) -> None:
 
 
 def test_a_copy_between_devices_goes_over_their_link(make: Make) -> None:
-    """It moves the bytes, on an engine of its own, at the link's speed."""
+    """It has an engine of its own, and the link's speed."""
     machine = make("h200x2")
     driver, stream = machine.driver, machine.stream()
     near, (far, pool, there) = driver.current(), other(machine)
@@ -71,7 +71,7 @@ def test_a_copy_between_devices_goes_over_their_link(make: Make) -> None:
 
 
 def test_a_copy_without_access_is_refused(make: Make) -> None:
-    """Where a real driver would copy by the host, and may block, the simulated one refuses."""
+    """A real driver would copy through the host, and may block."""
     machine = make("h200x2")
     driver, stream = machine.driver, machine.stream()
     near, (far, pool, there) = driver.current(), other(machine)
@@ -85,7 +85,7 @@ def test_a_copy_without_access_is_refused(make: Make) -> None:
 
 
 def test_an_ordinary_copy_stays_on_its_device(make: Make) -> None:
-    """A copy on a stream of one device to memory of another is refused, peer access or not."""
+    """A plain copy to another device's memory is refused."""
     machine = make("h200x2")
     driver, stream = machine.driver, machine.stream()
     _, pool, there = other(machine)

@@ -1,4 +1,4 @@
-"""The real clock: work is held up by words in memory, and waited for in the driver."""
+"""The real clock: work waits for words in memory, and threads wait in the driver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clock_threads() -> int:
 
 
 def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
-    """However long a reference keeps the host, the device's times are those of the model."""
+    """The host's time in a reference does not change the device's times."""
     driver, stream = machine.driver, machine.stream()
 
     def slow(launch: LaunchFacts) -> None:
@@ -53,7 +53,7 @@ def test_modelled_time_does_not_depend_on_references(machine: Machine) -> None:
 
 
 def test_a_reference_is_run_off_the_callers_thread(machine: Machine) -> None:
-    """Only the device's own thread spends time on a reference."""
+    """References run on the device's own thread only."""
     seen: list[threading.Thread] = []
 
     def reference(launch: LaunchFacts) -> None:
@@ -66,7 +66,7 @@ def test_a_reference_is_run_off_the_callers_thread(machine: Machine) -> None:
 
 
 def test_a_held_stream_is_let_go_by_a_word(machine: Machine) -> None:
-    """Nothing behind a wait runs until the host writes the word; then it does by itself."""
+    """Work after a wait runs once the host writes the word."""
     driver, stream, word = machine.driver, machine.stream(), machine.word()
     driver.wait_value(stream, word.address, 3)
     machine.run(stream, "held", fixed_ns=10)
@@ -82,7 +82,7 @@ def test_a_held_stream_is_let_go_by_a_word(machine: Machine) -> None:
 
 
 def test_a_short_kernel_is_not_slept_through(machine: Machine) -> None:
-    """While the device waits for something far away, what comes sooner is done in its time."""
+    """An earlier event is handled in time while the device waits for a later one."""
     machine.run(machine.stream(), "an hour", fixed_ns=3.6e12)
     stream = machine.stream()
     for i in range(5):
@@ -92,7 +92,7 @@ def test_a_short_kernel_is_not_slept_through(machine: Machine) -> None:
 
 
 def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
-    """A stream that waits for another's mark goes on at the modelled time of the mark."""
+    """A stream that waits for another's mark goes on at the mark's modelled time."""
     driver, word = machine.driver, machine.word()
     writer, waiter = machine.stream(), machine.stream()
     gate = machine.hold(writer)
@@ -107,7 +107,7 @@ def test_a_word_written_by_the_device_is_seen_at_once(machine: Machine) -> None:
 
 
 def test_kernels_compute_what_they_compute(machine: Machine) -> None:
-    """Upload, kernel, download: the bytes are right, in order, on the real clock."""
+    """Upload, kernel and download give the right bytes on the real clock."""
     driver, stream = machine.driver, machine.stream()
     n = 10_000
     source, target = machine.pinned(4 * n), machine.pinned(4 * n)
@@ -127,7 +127,7 @@ def test_kernels_compute_what_they_compute(machine: Machine) -> None:
 
 
 def test_many_threads_submit_at_once(machine: Machine) -> None:
-    """Marks of several threads on streams of their own arrive, each in its order."""
+    """Marks of several threads on their own streams arrive in order."""
     driver = machine.driver
     words = [machine.word() for _ in range(4)]
     kernel = machine.kernel("k", cost=Cost(fixed_ns=100))
@@ -155,7 +155,7 @@ def test_many_threads_submit_at_once(machine: Machine) -> None:
 
 
 def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
-    """A thread blocked in the driver gets the fault as soon as it happens."""
+    """A thread that is blocked in the driver gets the fault at once."""
     driver = machine.driver
     driver.script.add(Crash("bad"))
     held, doomed = machine.stream(), machine.stream()
@@ -180,7 +180,7 @@ def test_a_fault_wakes_waiting_threads(machine: Machine) -> None:
 def test_the_devices_thread_ends_and_begins_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing to do it ends by itself; the next work starts another."""
+    """It ends without work, and the next work starts another."""
     monkeypatch.setattr(real_clock, "IDLE_S", 1e-6)
     clock = machine.driver.clock
     for i in range(3):
@@ -194,7 +194,7 @@ def test_the_devices_thread_ends_and_begins_again(
 
 
 def test_closing_ends_the_devices_thread(make: Make) -> None:
-    """Also while work is held for ever: it never runs, and a wait for it raises."""
+    """Work that is held never runs, and a wait for it raises."""
     machine = make(clock=None)
     driver, stream = machine.driver, machine.stream()
     machine.hold(stream)
@@ -220,7 +220,7 @@ def test_closing_ends_the_devices_thread(make: Make) -> None:
 
 
 def test_the_hosts_side(machine: Machine) -> None:
-    """Real time is the host's: monotonic, with plain queues and daemon threads, and no looks."""
+    """The host's clock is monotonic, with plain queues and daemon threads."""
     driver = machine.driver
     assert driver.spin_budget > 0
     assert driver.subscribe(lambda: None) is None
@@ -244,7 +244,7 @@ def test_the_hosts_side(machine: Machine) -> None:
 
 
 def test_takes_takes_its_time_on_a_workers_thread(machine: Machine) -> None:
-    """A decorated callable lasts longer on the driver's own threads, and nowhere else."""
+    """A callable with a cost takes time on the driver's own threads only."""
 
     @cost(0.005)
     def work(x: int) -> int:
@@ -265,7 +265,7 @@ def test_takes_takes_its_time_on_a_workers_thread(machine: Machine) -> None:
 
 
 def test_each_driver_has_a_clock_of_its_own() -> None:
-    """Two machines on real time are two timelines; one ends without the other."""
+    """Two machines have two timelines, which end separately."""
     one, two = (Machine(clock=None) for _ in range(2))
     assert one.driver.clock is not two.driver.clock
     assert one.driver.machine.timeline is not two.driver.machine.timeline
@@ -301,7 +301,7 @@ def test_kernels_share_as_on_the_virtual_clock(machine: Machine) -> None:
 
 
 def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
-    """A kernel whose word never comes ends at its limit, and the next on its SMs starts."""
+    """A kernel ends exactly at its limit, and the next on its SMs starts."""
     driver, gate, green = machine.driver, machine.word(), machine.green(16)
     costs = {"latch": {"until": lambda: False, "limit_ns": 1_000_000}, "after": {"fixed_ns": 10}}
     for name, kernel_cost in costs.items():
@@ -318,7 +318,7 @@ def test_a_limit_is_kept_to_the_nanosecond(machine: Machine) -> None:
 
 @pytest.mark.fault("I14")
 def test_work_that_comes_as_the_device_falls_asleep_is_run(machine: Machine) -> None:
-    """Work submitted between the end of an idle wait and its taking the lock again is not lost."""
+    """Work that is submitted as an idle wait ends is not lost."""
     driver, stream = machine.driver, machine.stream()
     clock = driver.clock
     assert isinstance(clock, real_clock.RealClock)

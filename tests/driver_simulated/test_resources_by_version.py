@@ -1,4 +1,4 @@
-"""Cutting and combining SMs by the driver's version: the same answer, or what is missing."""
+"""Splitting and combining SMs by the driver's version: the same answer, or what is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Open = Callable[..., Device]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Open devices of simulated machines, and close them, with nothing left."""
+    """Open devices of simulated machines, and check that nothing is left."""
     devices: list[Device] = []
 
     def new(spec: str, ordinal: int = 0, **options: object) -> Device:
@@ -62,7 +62,7 @@ def sizes(device: Device, **options: object) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_equal_groups_on_every_version(opened: Open, version: str) -> None:
-    """Groups of one size come the same, of the structured split or of the split by count."""
+    """Equal groups are the same by either split call."""
     device = opened(f"h200@{version}")
     assert sizes(device, count=16) == ([16], 116)
     assert sizes(device, count=(16, 16, 16)) == ([16] * 3, 84)
@@ -85,20 +85,20 @@ def test_equal_groups_on_every_version(opened: Open, version: str) -> None:
 def test_what_needs_a_structured_split_says_so(
     opened: Open, version: str, options: dict[str, object]
 ) -> None:
-    """Below 13.1 whatever is not groups alike says what it needs and what is here."""
+    """Below 13.1 other splits say which version is needed."""
     with pytest.raises(NotSupported, match=rf"CUDA 13\.1; this is CUDA {version}"):
         sizes(opened(f"h200@{version}"), **options)
 
 
 @pytest.mark.parametrize(("version", "largest"), [("13.0", 132), ("13.1", 120), ("13.4", 132)])
 def test_the_largest_group_by_version(opened: Open, version: str, largest: int) -> None:
-    """None finds what that version's driver gives at most."""
+    """None gives the largest group of that version's driver."""
     assert sizes(opened(f"h200@{version}")) == ([largest], 132 - largest)
 
 
 @pytest.mark.parametrize("version", NEW)
 def test_groups_of_several_sizes(opened: Open, version: str) -> None:
-    """From 13.1 on one call cuts several sizes, and scalars stand for each of them."""
+    """From 13.1 on one call gives several sizes, and scalars apply to each."""
     device = opened(f"h200@{version}")
     assert sizes(device, count=(16, 64, None), coscheduled_sm_count=8) == ([16, 64, 40], 12)
     assert sizes(device, count=(16, 116), coscheduled_sm_count=(8, 2)) == ([16, 116], 0)
@@ -107,7 +107,7 @@ def test_groups_of_several_sizes(opened: Open, version: str) -> None:
 
 @pytest.mark.parametrize("version", NEW)
 def test_preferred_sets_are_larger_where_there_is_room(opened: Open, version: str) -> None:
-    """A group that prefers sets of 16 has whole ones in each GPC it is of; sizes stay as asked."""
+    """A group that prefers sets of 16 has whole sets where they fit."""
     device = opened(f"h200@{version}")
     options = SMResourceOptions(
         count=(24, 32), coscheduled_sm_count=8, preferred_coscheduled_sm_count=(None, 16)
@@ -150,7 +150,7 @@ def test_preferred_sets_are_larger_where_there_is_room(opened: Open, version: st
 def test_a_refusal_says_why_and_what_is_nearest(
     opened: Open, version: str, options: dict[str, object], why: str, nearest: tuple[int, ...]
 ) -> None:
-    """An aligned count that the chip has no room for is refused too, with a way out."""
+    """A size for which the chip has no room is refused with an alternative."""
     with pytest.raises(InvalidSplit, match=why) as refused:
         sizes(opened(f"h200@{version}"), **options)
     assert refused.value.nearest == nearest
@@ -158,7 +158,7 @@ def test_a_refusal_says_why_and_what_is_nearest(
 
 
 def test_below_8_the_oldest_split_has_a_smallest_group(opened: Open) -> None:
-    """An A100 by count has groups of 4 at least; 13.1 cuts 2, and so does the finer flag."""
+    """An A100 splits by count into groups of 4; 13.1 into groups of 2."""
     with pytest.raises(InvalidSplit, match="fewer than the 4") as refused:
         sizes(opened("a100@13.0"), count=2)
     assert refused.value.nearest == (4,)
@@ -169,7 +169,7 @@ def test_below_8_the_oldest_split_has_a_smallest_group(opened: Open) -> None:
 
 
 def test_a_drivers_other_failures_are_not_refusals(opened: Open) -> None:
-    """What is no answer about the split comes as it is, and nothing else is tried."""
+    """Other errors are raised as they are, and nothing else is tried."""
     device = opened("h200@13.1", faults=[Fail("split", 1, 999)])
     with pytest.raises(CUDAError, match="UNKNOWN"):
         sizes(device, count=16)
@@ -221,7 +221,7 @@ def test_a_dry_run_is_the_real_split(
 
 
 def combine(device: Device, *resources: SMResource | None) -> int:
-    """SMs of a context over several resources."""
+    """Return the SMs of a context over several resources."""
     assert None not in resources
     context = device.create_context(ContextOptions(resources=resources))  # type: ignore[arg-type]
     count = context.resources.sm.sm_count
@@ -231,7 +231,7 @@ def combine(device: Device, *resources: SMResource | None) -> int:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_resource_makes_a_context_on_every_version(opened: Open, version: str) -> None:
-    """A group, a remainder and the unsplit device each make one."""
+    """A group, a remainder, and the unsplit device each make a context."""
     device = opened(f"h200@{version}")
     (group,), rest = device.resources.sm.split(SMResourceOptions(count=16))
     for resource, sms in ((group, 16), (rest, 116), (device.resources.sm, 132)):
@@ -240,7 +240,7 @@ def test_one_resource_makes_a_context_on_every_version(opened: Open, version: st
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_outputs_of_one_split_combine(opened: Open, version: str) -> None:
-    """A context of several groups has the SMs of all of them."""
+    """A context over several groups has all their SMs."""
     device = opened(f"h200@{version}")
     groups, _ = device.resources.sm.split(SMResourceOptions(count=(8, 8, 8)))
     assert combine(device, *groups) == 24
@@ -250,7 +250,7 @@ def test_outputs_of_one_split_combine(opened: Open, version: str) -> None:
 def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
     opened: Open, version: str
 ) -> None:
-    """Before, it joins groups; from 13.1 on the refusal has both alignments."""
+    """Before, it joins groups; later the error has both alignments."""
     device = opened(f"h200@{version}")
     groups, rest = device.resources.sm.split(SMResourceOptions(count=(8,) * 15))
     if version in NEW:
@@ -262,7 +262,7 @@ def test_a_remainder_of_unequal_alignment_stays_alone_from_13_1_on(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_outputs_of_several_splits_do_not_combine(opened: Open, version: str) -> None:
-    """They overlap, and are refused with that reason, also where a driver would take them."""
+    """They overlap and are refused, even if a driver would accept them."""
     device = opened(f"h200@{version}")
     outputs = [device.resources.sm.split(SMResourceOptions(count=8))[0][0] for _ in range(2)]
     with pytest.raises(InvalidCombination, match="several splits"):
@@ -272,7 +272,7 @@ def test_outputs_of_several_splits_do_not_combine(opened: Open, version: str) ->
 
 
 def test_backfilled_groups_stay_apart_from_13_4_on(opened: Open) -> None:
-    """Flags must be equal there; 13.1 does not ask."""
+    """From 13.4 on flags must be equal."""
     for version in NEW:
         device = opened(f"h200@{version}")
         groups, _ = device.resources.sm.split(
@@ -287,7 +287,7 @@ def test_backfilled_groups_stay_apart_from_13_4_on(opened: Open) -> None:
 
 
 def test_a_resource_of_another_device_is_refused(opened: Open) -> None:
-    """SMs and work queues alike are named by the device they belong to."""
+    """The error names the resource's device."""
     machine = simulated.open("h200x2@13.1")
     here, there = Device(0, driver=machine), Device(1, driver=machine)
     (group,), _ = there.resources.sm.split(SMResourceOptions(count=8))
@@ -301,7 +301,7 @@ def test_a_resource_of_another_device_is_refused(opened: Open) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_streams_of_green_contexts_say_their_sms(opened: Open, version: str) -> None:
-    """A stream has the SMs of the context that made it."""
+    """A stream has its context's SMs."""
     device = opened(f"h200@{version}")
     (group,), _ = device.resources.sm.split(SMResourceOptions(count=16))
     context = device.create_context(ContextOptions(resources=[group]))
@@ -313,7 +313,7 @@ def test_streams_of_green_contexts_say_their_sms(opened: Open, version: str) -> 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_two_contexts_run_on_sms_of_their_own(opened: Open, version: str) -> None:
-    """Kernels on two contexts of one split overlap in time, and share no SM."""
+    """Kernels of two contexts of one split overlap in time and share no SM."""
     device = opened(f"h200@{version}", clock=simulated.VirtualClock())
     spans: list[Span] = []
     device.driver.on_span(spans.append)  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ def test_two_contexts_run_on_sms_of_their_own(opened: Open, version: str) -> Non
 
 
 def test_many_threads_split_the_same_sms(opened: Open) -> None:
-    """An SMResource is immutable: threads that split it at once each get a whole split."""
+    """Concurrent splits of one SMResource are all complete."""
     device = opened("h200@13.1")
     sm = device.resources.sm
     options = SMResourceOptions(count=(16, 32, 64))
@@ -360,7 +360,7 @@ def test_many_threads_split_the_same_sms(opened: Open) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_current_context_is_not_closed(opened: Open, version: str) -> None:
-    """It is refused while it is current; afterwards, its streams and events go before it."""
+    """It is refused while current; later its streams and events end first."""
     device = opened(f"h200@{version}")
     (group,), _ = device.resources.sm.split(SMResourceOptions(count=16))
     context = device.create_context(ContextOptions(resources=[group]))

@@ -1,4 +1,4 @@
-"""SM resources: how a device can be cut, and what can be put together again."""
+"""SM resources: how a device can be split, and what can be combined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mask(resource: ResourceHandle | None) -> int:
 
 
 def counts(machine: Machine, *arguments: object, **options: bool) -> tuple[list[int], int]:
-    """SMs of each group of a split of device 0, and of what is left over."""
+    """Return the SMs of each group of a split of device 0, and of the remainder."""
     groups, rest = machine.driver.split_by_count(
         machine.driver.device_resource(0), *arguments, **options
     )
@@ -49,13 +49,13 @@ PUBLISHED = [
 def test_published_splits(
     make: Make, spec: str, groups: int, minimum: int, fine: bool, made: list[int], rest: int
 ) -> None:
-    """Every split that was published for a device we have comes out as published."""
+    """Every published split of a preset device comes out as published."""
     machine = make(spec)
     assert counts(machine, groups, minimum, ignore_coscheduling=fine) == (made, rest)
 
 
 def test_as_many_groups_as_there_can_be(make: Make) -> None:
-    """Without a number of groups there are as many as fit; an H200 is not 132 / 8 of them."""
+    """Without a number there are as many groups as fit."""
     assert counts(make(), None, 8) == ([8] * 15, 12)
     assert counts(make(), None, 2, ignore_coscheduling=True) == ([2] * 66, 0)
     assert counts(make("a100"), None, 1) == ([4] * 27, 0)
@@ -67,7 +67,7 @@ def test_as_many_groups_as_there_can_be(make: Make) -> None:
     [("t4", 2, 2), ("a100", 4, 2), ("l40s", 4, 2), ("h200", 8, 8), ("rtx5090", 8, 8)],
 )
 def test_granularity(make: Make, spec: str, least: int, alignment: int) -> None:
-    """The least group and the alignment are those of the compute capability."""
+    """Minimum and alignment are those of the compute capability."""
     machine = make(f"{spec}@13.0")
     facts = machine.driver.resource_facts(machine.driver.device_resource(0))
     assert facts == ResourceFacts(PRESETS[spec].sm_count, least, alignment)
@@ -82,7 +82,7 @@ def test_granularity(make: Make, spec: str, least: int, alignment: int) -> None:
 def test_every_split_is_disjoint_equal_and_complete(
     spec: str, groups: int | None, minimum: int, fine: bool
 ) -> None:
-    """Groups have one size of at least the minimum; they and the rest are every SM once."""
+    """Groups are equal, at least the minimum, and with the remainder cover every SM once."""
     driver = simulated.open(spec)
     driver.initialise()
     device = driver.device_resource(0)
@@ -106,24 +106,24 @@ def test_every_split_is_disjoint_equal_and_complete(
 
 @pytest.mark.parametrize(("groups", "minimum"), [(1, 133), (None, 133), (0, 8), (-1, 8), (1, 129)])
 def test_what_cannot_be_cut_is_refused(machine: Machine, groups: int | None, minimum: int) -> None:
-    """More SMs than there are, as asked or rounded up to the alignment, are no group."""
+    """More SMs than the device has are refused."""
     with pytest.raises(CUDAError, match="INVALID_RESOURCE_CONFIGURATION"):
         counts(machine, groups, minimum)
 
 
 def test_every_sm_can_be_one_group(machine: Machine) -> None:
-    """Asked for as one group they are given, though they are no multiple of the alignment."""
+    """All SMs can be one group, even if not a multiple of the alignment."""
     assert counts(machine, 1, 132) == ([132], 0)
 
 
 def test_independent_splits_overlap(machine: Machine) -> None:
-    """Two splits of a device start from the same first SMs: their outputs are not disjoint."""
+    """Two splits start from the same SMs, so their outputs overlap."""
     small, large = (machine.cells(size)[0] for size in (16, 64))
     assert mask(small) & mask(large) == mask(small)
 
 
 def test_an_output_cannot_be_split_again(machine: Machine) -> None:
-    """Neither a group nor a remainder is split; the resource of a context over it is."""
+    """An output is not split, but a context's resource over it is."""
     driver = machine.driver
     (group, *_), rest = driver.split_by_count(driver.device_resource(0), 2, 64)
     assert rest is None or mask(rest)
@@ -139,7 +139,7 @@ def test_an_output_cannot_be_split_again(machine: Machine) -> None:
 
 
 def test_the_resource_of_a_primary_is_the_device(machine: Machine) -> None:
-    """A primary context has every SM, and can be split as the device can."""
+    """The primary has every SM, and can be split like the device."""
     resource = machine.driver.context_resource(machine.primary)
     assert mask(resource).bit_count() == 132
     assert len(machine.driver.split_by_count(resource, None, 8)[0]) == 15
@@ -163,7 +163,7 @@ def test_one_resource_makes_a_descriptor_in_every_version(make: Make) -> None:
 
 @pytest.mark.parametrize(("version", "with_remainder"), [("13.0", True), ("13.1", False)])
 def test_combining_by_version(make: Make, version: str, with_remainder: bool) -> None:
-    """13.0 takes a remainder beside groups; 13.1 only resources of equal alignment."""
+    """13.0 joins a remainder to groups; 13.1 needs equal alignment."""
     machine = make(f"h200@{version}")
     driver = machine.driver
     groups, rest = driver.split_by_count(driver.device_resource(0), None, 8)
@@ -177,7 +177,7 @@ def test_combining_by_version(make: Make, version: str, with_remainder: bool) ->
 
 
 def test_a_remainder_of_whole_sets_joins(make: Make) -> None:
-    """A remainder with the alignment of the groups may stand beside them, also from 13.1."""
+    """A remainder with the groups' alignment joins them on any version."""
     machine = make("a100@13.1")
     driver = machine.driver
     groups, rest = driver.split_by_count(driver.device_resource(0), 3, 8)
@@ -186,7 +186,7 @@ def test_a_remainder_of_whole_sets_joins(make: Make) -> None:
 
 
 def test_combined_resources_are_their_union(machine: Machine) -> None:
-    """A green context over several cells has just their SMs."""
+    """A green context over several cells has exactly their SMs."""
     driver = machine.driver
     cells = machine.cells(8)
     green = driver.create_green(driver.describe([cells[1], cells[4], cells[9]]), 0)
@@ -196,7 +196,7 @@ def test_combined_resources_are_their_union(machine: Machine) -> None:
 
 @pytest.mark.parametrize("version", ["13.0", "13.1", "13.4"])
 def test_outputs_of_two_splits(make: Make, version: str) -> None:
-    """Only outputs of one split stand in one descriptor; the H200 of 13.0 took anything."""
+    """A descriptor takes outputs of one split; the H200 of 13.0 took any."""
     machine = make(f"h200@{version}")
     driver = machine.driver
     one, two, every = machine.cells(8), machine.cells(8), driver.device_resource(0)
@@ -229,7 +229,7 @@ def test_how_outputs_are_aligned_is_said_of_contexts(make: Make) -> None:
 
 
 def test_resources_of_two_devices_do_not_combine(make: Make) -> None:
-    """A descriptor is of one device, and its green context of the same one."""
+    """A descriptor and its green context are of one device."""
     machine = make("h200x2")
     here, there = machine.cells(8, 0)[0], machine.cells(8, 1)[0]
     with pytest.raises(CUDAError, match=r"INVALID_RESOURCE_CONFIGURATION.*several devices"):
@@ -245,7 +245,7 @@ def test_a_descriptor_needs_a_resource(machine: Machine) -> None:
 
 
 def test_features_can_be_taken_away(make: Make) -> None:
-    """A machine made without a feature behaves as if its version lacked it."""
+    """A machine without a feature behaves like a version without it."""
     lacking = {Feature.WORKQUEUES, Feature.WRITE_VALUE}
     machine = make("h200@13.4", without=lacking)
     driver = machine.driver
@@ -258,7 +258,7 @@ def test_features_can_be_taken_away(make: Make) -> None:
 
 @pytest.mark.parametrize("version", ["13.0", "13.1", "13.4"])
 def test_features_by_version(make: Make, version: str) -> None:
-    """Each feature is there from the version in its description on."""
+    """Each feature exists from its version on."""
     driver = make(f"h200@{version}").driver
     has = tuple(map(int, version.split(".")))
     for feature in Feature:
@@ -268,7 +268,7 @@ def test_features_by_version(make: Make, version: str) -> None:
 
 
 def test_what_is_no_resource_is_refused(machine: Machine) -> None:
-    """Handles of the wrong kind are a bug of the caller, and said to be."""
+    """Handles of a wrong kind are refused as the caller's error."""
     for call in (machine.driver.describe, lambda x: machine.driver.resource_facts(x[0])):
         with pytest.raises(DriverMisuse, match="expected a Resource"):
             call([machine.primary])

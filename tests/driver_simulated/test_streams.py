@@ -1,4 +1,4 @@
-"""Streams and events: order, marks, waits."""
+"""Streams and events: order, marks and waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[..., Machine]
 
 
 def test_a_stream_does_one_thing_after_another(machine: Machine) -> None:
-    """Work of one stream never overlaps and keeps the order of its submission."""
+    """Work of one stream keeps its order and never overlaps."""
     stream = machine.stream()
     for i in range(5):
         machine.run(stream, f"k{i}", fixed_ns=1_000 * (5 - i))
@@ -35,7 +35,7 @@ def test_a_stream_does_one_thing_after_another(machine: Machine) -> None:
 
 
 def test_streams_are_independent(machine: Machine) -> None:
-    """A stream that is held up holds up no other, of the same context or another."""
+    """A blocked stream blocks no other."""
     driver = machine.driver
     green, other = machine.greens(2)
     held, beside, elsewhere = machine.stream(green), machine.stream(green), machine.stream(other)
@@ -55,7 +55,7 @@ def test_streams_are_independent(machine: Machine) -> None:
 
 
 def test_a_destroyed_streams_work_still_runs(machine: Machine) -> None:
-    """What was queued is done, and the stream is forgotten with the last of it."""
+    """Queued work is done, and the stream ends with it."""
     driver = machine.driver
     word, stream = machine.word(), machine.stream()
     machine.run(stream, "before", fixed_ns=1_000)
@@ -67,7 +67,7 @@ def test_a_destroyed_streams_work_still_runs(machine: Machine) -> None:
 
 
 def test_a_full_stream_blocks(machine: Machine) -> None:
-    """Behind as many operations as a launch queue holds, submitting waits for room."""
+    """A submission to a full launch queue waits for room."""
     driver = machine.driver
     word, stream = machine.word(), machine.stream()
     mark = driver.bind_mark(stream, word.address)
@@ -90,7 +90,7 @@ def test_a_full_stream_blocks(machine: Machine) -> None:
 
 
 def test_a_mark_comes_behind_the_streams_work(machine: Machine) -> None:
-    """The word has the number when everything before the mark is done, and not earlier."""
+    """The word has the number only when all earlier work is done."""
     driver = machine.driver
     word, stream = machine.word(), machine.stream()
     mark = driver.bind_mark(stream, word.address)
@@ -109,7 +109,7 @@ def test_a_mark_comes_behind_the_streams_work(machine: Machine) -> None:
 
 
 def test_a_mark_wraps_where_its_numbers_do(machine: Machine) -> None:
-    """The largest 32-bit number and 0 after it are written; no other number is taken."""
+    """The largest 32-bit number and then 0 can be written, and no other values."""
     driver = machine.driver
     word, stream = machine.word(), machine.stream()
     mark = driver.bind_mark(stream, word.address)
@@ -127,7 +127,7 @@ def test_a_mark_wraps_where_its_numbers_do(machine: Machine) -> None:
 
 
 def test_marks_need_a_live_aligned_word(machine: Machine) -> None:
-    """A word is 4 aligned bytes of live memory, when it is bound and at each mark."""
+    """A word is 4 aligned bytes of live memory, at the binding and at each mark."""
     driver = machine.driver
     stream, memory = machine.stream(), machine.pinned(8)
     for address in (memory.address + 2, memory.address + 8, 4096):
@@ -152,7 +152,7 @@ def test_a_driver_may_lack_marks(make: Make) -> None:
 
 @given(value=st.integers(0, 0xFFFFFFFF), ahead=st.integers(-(1 << 31), (1 << 31) - 1))
 def test_wait_value_compares_by_signed_difference(value: int, ahead: int) -> None:
-    """A stream goes on exactly when the word is at least the value, also where counters wrap."""
+    """A stream continues when the word is at least the value, across wraps."""
     machine = Machine(clock=simulated.VirtualClock())
     word, stream = machine.word(), machine.stream()
     word.value = (value + ahead) & 0xFFFFFFFF
@@ -163,7 +163,7 @@ def test_wait_value_compares_by_signed_difference(value: int, ahead: int) -> Non
 
 
 def test_a_stream_can_wait_for_another_through_memory(machine: Machine) -> None:
-    """A word that one stream writes lets another go on, in the same instant of device time."""
+    """A word of one stream releases another at the same device time."""
     driver = machine.driver
     word, writer, waiter = machine.word(), machine.stream(), machine.stream()
     driver.wait_value(waiter, word.address, 1)
@@ -178,7 +178,7 @@ def test_a_stream_can_wait_for_another_through_memory(machine: Machine) -> None:
 
 
 def test_an_event_is_done_when_what_it_captured_is(machine: Machine) -> None:
-    """Not before, and whatever the stream is given afterwards."""
+    """Later work of the stream does not delay it."""
     driver = machine.driver
     stream, event = machine.stream(), machine.event()
 
@@ -198,7 +198,7 @@ def test_an_event_is_done_when_what_it_captured_is(machine: Machine) -> None:
 
 
 def test_an_event_never_recorded_is_done(machine: Machine) -> None:
-    """Asking, waiting and having a stream wait for it all pass at once."""
+    """Queries and waits for it return at once."""
     driver = machine.driver
     event, stream = machine.event(), machine.stream()
     assert driver.query_event(event)
@@ -208,7 +208,7 @@ def test_an_event_never_recorded_is_done(machine: Machine) -> None:
 
 
 def test_recording_again_captures_anew(machine: Machine) -> None:
-    """A new record replaces the old one for queries; a wait that began before is for the old."""
+    """A new record replaces the old one, except for waits that have begun."""
     driver = machine.driver
     stream, waiter, event = machine.stream(), machine.stream(), machine.event()
 
@@ -230,7 +230,7 @@ def test_recording_again_captures_anew(machine: Machine) -> None:
 @pytest.mark.parametrize("here", ["green", "primary"])
 @pytest.mark.parametrize("there", ["stream", "context", "device"])
 def test_a_stream_waits_for_an_event_of_another(make: Make, here: str, there: str) -> None:
-    """Across streams, contexts and devices: the later work begins when the event comes."""
+    """The later work begins at the event, across contexts and devices."""
     machine = make("h200x2")
     driver = machine.driver
     one, two = machine.greens(2)
@@ -258,7 +258,7 @@ def test_a_stream_waits_for_an_event_of_another(make: Make, here: str, there: st
 def test_where_an_event_may_be_recorded(
     make: Make, version: str, option: bool | None, strict: bool
 ) -> None:
-    """Strictly, on streams of the context it was made in; as of 13.0, anywhere on its device."""
+    """Strictly, on its own context's streams; as on 13.0, on any of its device."""
     machine = make(f"h200x2@{version}", strict_events=option)
     driver = machine.driver
     one, two = machine.greens(2)
@@ -279,7 +279,7 @@ def test_where_an_event_may_be_recorded(
 
 
 def test_recording_a_green_context_captures_all_its_streams(machine: Machine) -> None:
-    """The event comes with the last of its streams' work, and waits for no other context."""
+    """The event is done with the last of its streams, and no other context's."""
     driver = machine.driver
     green, other = machine.greens(2)
     for i in range(3):
@@ -324,14 +324,14 @@ def test_recording_a_green_context_leaves_out_what_only_waits_for_an_event(
 
 
 def test_an_event_of_another_device_records_no_green_context(make: Make) -> None:
-    """It is an invalid handle there."""
+    """It is an invalid handle."""
     machine = make("h200x2")
     with pytest.raises(CUDAError, match="INVALID_HANDLE"):
         machine.driver.record_green(machine.green(device=1), machine.event())
 
 
 def test_elapsed_time(machine: Machine) -> None:
-    """Two timing events that are done tell the device's time between them, in seconds."""
+    """Two timing events give the device's seconds between them."""
     driver = machine.driver
     stream = machine.stream()
     start, end = machine.event(timing=True), machine.event(timing=True)
@@ -356,7 +356,7 @@ def test_elapsed_time(machine: Machine) -> None:
 
 
 def test_an_event_can_be_destroyed_during_a_wait(machine: Machine) -> None:
-    """The wait stays; the handle is dead."""
+    """The wait stays valid, and the handle does not."""
     driver = machine.driver
     stream, waiter, event = machine.stream(), machine.stream(), machine.event()
 
@@ -375,7 +375,7 @@ def test_an_event_can_be_destroyed_during_a_wait(machine: Machine) -> None:
 
 
 def test_events_and_words_leave_nothing_behind(machine: Machine) -> None:
-    """After thousands of records, waits and marks the timeline holds nothing of them."""
+    """After thousands of records, waits and marks the timeline is empty."""
     driver = machine.driver
     one, two, event, word = machine.stream(), machine.stream(), machine.event(), machine.word()
     mark = driver.bind_mark(one, word.address)

@@ -1,4 +1,4 @@
-"""The structured split and work queues of the simulated driver, by version."""
+"""The simulated structured split and work queues, by version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mask(resource: ResourceHandle) -> int:
 
 
 def counts(machine: Machine, *groups: SMGroup) -> tuple[list[int], int]:
-    """SMs of each group of a structured split of device 0, and of what is left over."""
+    """Return the SMs of each group of a structured split of device 0, and of the remainder."""
     driver = machine.driver
     made, rest = driver.split(driver.device_resource(0), groups)
     return [mask(one).bit_count() for one in made], mask(rest).bit_count() if rest else 0
@@ -35,7 +35,7 @@ def counts(machine: Machine, *groups: SMGroup) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("version", NEW)
 def test_groups_of_different_sizes_come_from_one_call(make: Make, version: str) -> None:
-    """Groups are as asked, in their order, nothing rounded; what is over is the remainder."""
+    """Groups have exactly the requested sizes, in order."""
     machine = make(f"h200@{version}")
     assert counts(machine, SMGroup(16), SMGroup(64), SMGroup(8)) == ([16, 64, 8], 44)
     assert counts(machine, SMGroup(10, 2), SMGroup(122, 2)) == ([10, 122], 0)
@@ -45,7 +45,7 @@ def test_groups_of_different_sizes_come_from_one_call(make: Make, version: str) 
     ("version", "plain", "fine"), [("13.1", 120, 132), ("13.3", 120, 132), ("13.4", 132, 132)]
 )
 def test_discovery_by_version(make: Make, version: str, plain: int, fine: int) -> None:
-    """A count of 0 finds the largest: whole co-scheduled sets, and from 13.4 on every SM."""
+    """A count of 0 finds the largest group: whole sets, and from 13.4 on every SM."""
     machine = make(f"h200@{version}")
     assert counts(machine, SMGroup()) == ([plain], 132 - plain)
     assert counts(machine, SMGroup(0, 2)) == ([fine], 0)
@@ -81,7 +81,7 @@ def test_what_cannot_be_cut_is_refused(
 
 
 def test_backfill_makes_the_constraints_optional(make: Make) -> None:
-    """With backfill any even count is met that holds one co-scheduled set, across GPCs too."""
+    """Backfill allows any even count with one whole set, across GPCs."""
     machine = make("h200@13.1")
     assert counts(machine, SMGroup(12, backfill=True)) == ([12], 120)
     assert counts(machine, SMGroup(128, backfill=True)) == ([128], 4)
@@ -92,7 +92,7 @@ def test_backfill_makes_the_constraints_optional(make: Make) -> None:
 
 
 def test_coscheduled_sets_lie_in_one_gpc(make: Make) -> None:
-    """Each set of a group is of one GPC, and preferred sets are taken first."""
+    """Each set is within one GPC, and preferred sets are taken first."""
     machine = make("h200@13.1")
     gpcs = [sum(1 << sm for sm in gpc) for gpc in PRESETS["h200"].sms_of_gpcs()]
     (group, wide), _ = machine.driver.split(
@@ -121,7 +121,7 @@ def test_coscheduled_sets_lie_in_one_gpc(make: Make) -> None:
 def test_every_structured_split_is_disjoint_exact_and_complete(
     spec: str, version: str, groups: list[SMGroup]
 ) -> None:
-    """Groups have just the SMs asked for; they and the remainder are every SM once."""
+    """Groups and remainder cover every SM once, with the requested sizes."""
     driver = simulated.open(f"{spec}@{version}")
     driver.initialise()
     try:
@@ -141,7 +141,7 @@ def test_every_structured_split_is_disjoint_exact_and_complete(
 
 @pytest.mark.parametrize("version", NEW)
 def test_an_output_of_a_structured_split_cannot_be_split(make: Make, version: str) -> None:
-    """Neither a group nor a remainder is split again, whichever split made it."""
+    """Neither split call takes a group or a remainder."""
     driver = make(f"h200@{version}").driver
     (group,), rest = driver.split(driver.device_resource(0), [SMGroup(64)])
     assert rest is not None
@@ -154,7 +154,7 @@ def test_an_output_of_a_structured_split_cannot_be_split(make: Make, version: st
 
 @pytest.mark.parametrize("version", OLD)
 def test_before_13_1_there_is_no_structured_split(make: Make, version: str) -> None:
-    """An older driver says what the structured split and work queues need, and what it is."""
+    """An older driver says which version is needed."""
     machine = make(f"h200@{version}")
     driver = machine.driver
     here = rf"CUDA 13\.1; this is a simulated CUDA {version}"
@@ -173,7 +173,7 @@ def test_before_13_1_there_is_no_structured_split(make: Make, version: str) -> N
 
 @pytest.mark.parametrize("version", NEW)
 def test_groups_of_one_alignment_combine(make: Make, version: str) -> None:
-    """Groups of different sizes stand in one descriptor if they are alike; by 13.4 in flags too."""
+    """Groups of different sizes combine if their alignments are equal; on 13.4 also their flags."""
     driver = make(f"h200@{version}").driver
     (a, b, fine, filled), _ = driver.split(
         driver.device_resource(0),
@@ -191,7 +191,7 @@ def test_groups_of_one_alignment_combine(make: Make, version: str) -> None:
 
 @pytest.mark.parametrize("version", NEW)
 def test_a_workqueue_may_stand_beside_sms(make: Make, version: str) -> None:
-    """One configuration at most stands in a descriptor; alone it stands for every SM."""
+    """A descriptor takes one configuration; alone it means every SM."""
     machine = make(f"h200x2@{version}")
     driver = machine.driver
     default = driver.device_workqueue(0)
@@ -215,7 +215,7 @@ def test_a_workqueue_may_stand_beside_sms(make: Make, version: str) -> None:
 
 
 def test_a_workqueue_is_no_sm_resource(make: Make) -> None:
-    """Each kind of resource is refused where the other belongs."""
+    """Each kind of resource is refused in the other's place."""
     machine = make("h200@13.1")
     driver = machine.driver
     queue, cell = driver.device_workqueue(0), machine.cells()[0]
@@ -226,7 +226,7 @@ def test_a_workqueue_is_no_sm_resource(make: Make) -> None:
 
 
 def test_workqueues_can_be_taken_away(make: Make) -> None:
-    """A machine without the features refuses as an older one, and says it lacks them."""
+    """A machine without the features refuses like an older one."""
     driver = make("h200@13.1", without={Feature.WORKQUEUES, Feature.STRUCTURED_SPLIT}).driver
     with pytest.raises(NotSupported, match="without it"):
         driver.device_workqueue(0)

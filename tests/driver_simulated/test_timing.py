@@ -38,7 +38,7 @@ def test_a_kernel_alone(machine: Machine, cost: dict, blocks: int, took: int) ->
 
 
 def test_a_kernel_uses_the_sms_its_stream_has(machine: Machine) -> None:
-    """The same work takes as much longer as its partition is smaller."""
+    """The same work takes longer by the ratio of the SMs."""
     for sms in (8, 16, 64):
         machine.run(machine.stream(machine.green(sms)), f"{sms}", sm_ns=64_000)
         machine.finish()
@@ -50,7 +50,7 @@ def test_a_kernel_uses_the_sms_its_stream_has(machine: Machine) -> None:
 
 
 def test_devices_share_nothing(make: Callable[..., Machine]) -> None:
-    """The same work on two devices takes what it takes on one."""
+    """The same work on two devices takes the time of one."""
     machine = make("h200x2")
     machine.run(machine.stream(), "here", sm_ns=132_000)
     there = machine.stream(machine.green(64, device=1))
@@ -60,7 +60,7 @@ def test_devices_share_nothing(make: Callable[..., Machine]) -> None:
 
 
 def test_launches_behind_each_other_hide_their_latency(machine: Machine) -> None:
-    """A launch submitted while the one before it runs begins right behind it."""
+    """A launch that is submitted during another begins right after it."""
     stream = machine.stream()
     machine.run(stream, "first", fixed_ns=10_000)
     machine.run(stream, "second", fixed_ns=10)
@@ -72,7 +72,7 @@ def test_launches_behind_each_other_hide_their_latency(machine: Machine) -> None
 
 
 def test_bandwidth_is_shared_whatever_the_sms(machine: Machine) -> None:
-    """Two kernels on disjoint SMs that each want all of it take twice as long."""
+    """Two kernels that each want all bandwidth take twice as long."""
     for name, green in zip("ab", machine.greens(2), strict=True):
         machine.run(machine.stream(green), name, dram_bytes=1_000 * DRAM_PER_NS)
     assert machine.lengths() == {"a": 2_000, "b": 2_000}
@@ -135,7 +135,7 @@ def test_copies_of_one_direction_take_turns(machine: Machine) -> None:
 
 
 def test_copies_ignore_partitions(machine: Machine) -> None:
-    """SMs are all that a partition isolates: copies of two of them wait for each other."""
+    """Copies of two partitions wait for each other."""
     driver = machine.driver
     nbytes = 1_000 * LINK_PER_NS
     for green in machine.greens(2):
