@@ -1,4 +1,4 @@
-"""The dashboard, the alerts and their pages: they speak of metrics and labels that exist."""
+"""The dashboard, the alerts and their pages name only metrics and labels that exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 
 
 def labels_of() -> dict[str, set[str]]:
-    """The labels of every sample that the collector can return, by its name."""
+    """Return the labels of every sample of the collector, by name."""
     found = {}
     for family, (_, _, labels) in zip(PoolCollector().describe(), METRICS.values(), strict=True):
         more = {"le"} if family.type == "histogram" else set()
@@ -36,7 +36,7 @@ def labels_of() -> dict[str, set[str]]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Every query, and where it is."""
+    """Return every query with its place."""
     for panel in PANELS:
         for target in panel["targets"]:
             yield panel["title"], target["expr"].replace("$__rate_interval", "1m")
@@ -49,7 +49,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "query"), [*queries()])
 def test_every_query_names_what_exists(where: str, query: str) -> None:
-    """Its metrics and labels are those of the collector, and it is valid PromQL."""
+    """It is valid PromQL over the collector's metrics and labels."""
     known, used = labels_of(), set[str]()
     found = list(nodes(promql.parse(query)))
     for node in found:
@@ -64,14 +64,14 @@ def test_every_query_names_what_exists(where: str, query: str) -> None:
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
-    """Nothing is exported that no panel shows, but what only joins need."""
+    """Every exported metric has a panel, except those for joins."""
     shown = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
     hidden = {name for name in METRICS if f"greensched_{name}" not in shown}
     assert hidden == {"pool_info", "device_info"}
 
 
 def test_panels_do_not_overlap() -> None:
-    """Each has an id of its own and a place of its own on the grid of 24 columns."""
+    """Each has its own id and its own place on the grid of 24 columns."""
     taken = [
         (x, y)
         for panel in DASHBOARD["panels"]

@@ -35,7 +35,7 @@ BATCH = ServiceClass("batch", preemptible=True, checkpoint_interval=0.01)
 
 
 class Telemetry:
-    """A provider of each kind in memory, and a pool in virtual time that reports to them."""
+    """Providers in memory, and a pool in virtual time that reports to them."""
 
     def __init__(self) -> None:
         self.gpu = SimGPU()
@@ -61,13 +61,13 @@ class Telemetry:
         return [span for span in self.exporter.get_finished_spans() if span.name == name]
 
     def parent(self, name: str) -> str:
-        """The name of the parent of the only span of a name."""
+        """Return the name of the parent of the only span with a name."""
         (span,) = self.spans(name)
         named = {one.context.span_id: one.name for one in self.exporter.get_finished_spans()}
         return named[span.parent.span_id] if span.parent else ""
 
     def points(self, name: str) -> dict[tuple[str, ...], Any]:
-        """The points of a metric by their attributes but the pool, in order of the names."""
+        """Return a metric's points by their attributes without the pool's."""
         data = self.reader.get_metrics_data()
         return {
             tuple(
@@ -98,7 +98,7 @@ def seconds(span: ReadableSpan) -> float:
 
 
 def test_spans_are_children_of_what_was_current(telemetry: Telemetry) -> None:
-    """A lease is a child of the span at its request, a job of that at its submission."""
+    """A lease's parent is the span of its request, a job's that of its submission."""
 
     async def test(pool: Pool) -> None:
         with telemetry.tracer.start_as_current_span("request"):
@@ -122,7 +122,7 @@ def test_spans_are_children_of_what_was_current(telemetry: Telemetry) -> None:
 
 
 def test_a_span_of_another_task_is_no_parent(telemetry: Telemetry) -> None:
-    """A grant that another task's release brings is a child of its own request's span."""
+    """A grant by another task's release is a child of its own request's span."""
 
     async def wait(pool: Pool) -> None:
         with telemetry.tracer.start_as_current_span("second"):
@@ -182,7 +182,7 @@ def test_what_fails_says_so(telemetry: Telemetry) -> None:
 
 
 def test_a_lease_that_gave_way_has_a_span_for_each_time(telemetry: Telemetry) -> None:
-    """It waits and goes on in spans of their own, below what was current at the checkpoint."""
+    """Each wait and use has a span, below that of the checkpoint."""
 
     async def batch(pool: Pool) -> None:
         with telemetry.tracer.start_as_current_span("batch"):
@@ -207,7 +207,7 @@ def test_a_lease_that_gave_way_has_a_span_for_each_time(telemetry: Telemetry) ->
 
 
 def test_the_parts_of_a_request_have_one_parent(telemetry: Telemetry) -> None:
-    """Leases that are granted together are one request, and a span of use each."""
+    """A joint request is one span, with a span of use for each lease."""
 
     async def test(pool: Pool) -> None:
         with telemetry.tracer.start_as_current_span("request"):
@@ -222,7 +222,7 @@ def test_the_parts_of_a_request_have_one_parent(telemetry: Telemetry) -> None:
 
 
 def test_metrics_have_the_names_and_values_of_the_pool(telemetry: Telemetry) -> None:
-    """SMs, leases and requests by state, SM-seconds, and histograms in doubling buckets."""
+    """SMs, leases and requests by state, SM-seconds, and histograms."""
 
     async def test(pool: Pool) -> None:
         async with pool.partition(16, service="batch"):
@@ -248,7 +248,7 @@ def test_metrics_have_the_names_and_values_of_the_pool(telemetry: Telemetry) -> 
 
 
 def test_pools_of_one_provider_have_names(telemetry: Telemetry) -> None:
-    """Two pools share the instruments; a name that is taken is refused, and free once closed."""
+    """Two pools share the instruments; a name in use is refused."""
 
     async def test(first: Pool) -> None:
         telemetry.instrument(first)

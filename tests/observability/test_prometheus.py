@@ -57,7 +57,7 @@ def registry() -> CollectorRegistry:
 
 
 class Scrape:
-    """The samples of one scrape, as a server with the strict format would show them."""
+    """The samples of one scrape, in the strict format."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = openmetrics(registry).decode()
@@ -65,7 +65,7 @@ class Scrape:
         self.samples = [one for family in self.families for one in family.samples]
 
     def __getitem__(self, name: str) -> dict[tuple[str, ...], float]:
-        """The values of a metric by its labels but `pool` and the device's, in order of names."""
+        """Return a metric's values by its own labels, in order."""
         own = {"pool", "device"}
         return {
             tuple(
@@ -82,7 +82,7 @@ async def lease(pool: Pool, sms: Any = 16, milliseconds: int = 1, **options: Any
 
 
 async def traffic(pool: Pool) -> None:
-    """Leases of two classes, of which some wait, are cancelled, expire or are refused."""
+    """Lease in two classes; some requests wait, are cancelled, expire or are refused."""
     await asyncio.gather(*(lease(pool, 64, 10, service="critical") for _ in range(5)))
     with pytest.raises(LookupError):
         async with pool.partition(32, service="batch") as p:
@@ -100,7 +100,7 @@ async def traffic(pool: Pool) -> None:
 
 
 def test_metrics_agree_with_the_records(gpu: SimGPU, registry: CollectorRegistry) -> None:
-    """SM-seconds, outcomes and histograms are those of the records, for each class."""
+    """SM-seconds, outcomes and histograms agree for each class."""
     seen = list[Record]()
 
     async def main() -> Scrape:
@@ -137,7 +137,7 @@ def test_metrics_agree_with_the_records(gpu: SimGPU, registry: CollectorRegistry
 
 
 def test_what_is_held_is_shown(gpu: SimGPU, registry: CollectorRegistry) -> None:
-    """SMs and leases by state, the oldest lease, reserve and loans, and what waits."""
+    """SMs and leases by state, the oldest lease, reserves, loans and waiting requests."""
 
     async def main() -> Scrape:
         async with gpu.pool(services=CLASSES) as pool:
@@ -162,7 +162,7 @@ def test_what_is_held_is_shown(gpu: SimGPU, registry: CollectorRegistry) -> None
 
 
 def test_shared_leases_count_their_sms_once(gpu: SimGPU, registry: CollectorRegistry) -> None:
-    """Several leases of all SMs of a device hold no more than it has."""
+    """Several leases of all SMs hold no more than the device has."""
     classes = [ServiceClass(name, shared=True, latency=1.0) for name in "ab"]
 
     async def main() -> Scrape:
@@ -183,7 +183,7 @@ def test_shared_leases_count_their_sms_once(gpu: SimGPU, registry: CollectorRegi
 def test_pools_of_one_registry_share_its_collector(
     gpu: SimGPU, registry: CollectorRegistry
 ) -> None:
-    """Each metric is shown once, with a label for each pool, until that is closed."""
+    """Each metric has a sample for each open pool."""
 
     async def main() -> None:
         async with gpu.pool(16) as first:
@@ -211,7 +211,7 @@ def test_pools_of_one_registry_share_its_collector(
 
 
 def test_a_pool_that_cannot_open_says_why(gpu: SimGPU, registry: CollectorRegistry) -> None:
-    """It is not ready, and the fault names the driver's status, until it does open."""
+    """It is not ready, and the fault names the driver's status."""
     pool = gpu.pool(faults=[Fail("initialise", status="NO_DEVICE")])
     export(pool, registry=registry)
     assert Scrape(registry)["pool_ready"] == {(): 0}
@@ -232,7 +232,7 @@ def test_a_pool_that_cannot_open_says_why(gpu: SimGPU, registry: CollectorRegist
 
 
 def test_a_lost_device_is_down(gpu: SimGPU, registry: CollectorRegistry) -> None:
-    """After a device fault its GPU is down and the pool not ready; its counts stay."""
+    """After a fault its GPU is down and the pool not ready; its counts stay."""
 
     async def main() -> Scrape:
         async with gpu.pool(faults=[Crash("spin")]) as pool:

@@ -72,7 +72,7 @@ def kinds(seen: list[Record]) -> list[type[Record]]:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_lease_and_its_job_are_told_in_order(backend: str) -> None:
-    """Every step from the request to the free cells has a record, with the times of the clock."""
+    """Every step from request to free cells has a record with the clock's time."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         async with pool.partition(16) as p:
@@ -93,7 +93,7 @@ def test_a_lease_and_its_job_are_told_in_order(backend: str) -> None:
 
 
 def test_the_ways_out_of_the_queue() -> None:
-    """A request that waits is queued, and then granted, cancelled or expired; or is refused."""
+    """A queued request has a record of its grant, cancellation, expiry or refusal."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         async with pool.partition(ALL):
@@ -117,7 +117,7 @@ def test_the_ways_out_of_the_queue() -> None:
 
 
 def test_loans_and_checkpoints_are_told() -> None:
-    """What is borrowed from a reserve is lent and reclaimed; a checkpoint resizes."""
+    """Loans have records, their return too, and a checkpoint a record of its resize."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         async with pool.partition((8, 128), service="batch") as p:
@@ -142,7 +142,7 @@ def test_loans_and_checkpoints_are_told() -> None:
 
 @pytest.mark.parametrize("way", ["checkpoint", "idle"])
 def test_a_lease_that_asks_again_is_another_request(way: str) -> None:
-    """Its cells are free, then it asks, and is granted another lease: what the statistics count."""
+    """A lease that gave way is a new request, as in statistics."""
 
     async def batch(pool: Pool) -> None:
         async with pool.partition((8, ALL), service="batch") as p:
@@ -178,7 +178,7 @@ def test_a_lease_that_asks_again_is_another_request(way: str) -> None:
 
 
 def test_a_lost_device_is_reported() -> None:
-    """The loss has a record, and the job that was lost with it."""
+    """The loss has a record, and so has the lost job."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         with pytest.raises(DeviceLost):
@@ -192,7 +192,7 @@ def test_a_lost_device_is_reported() -> None:
 
 
 def test_bound_launches_and_calls_are_told() -> None:
-    """A bound launch, which has no ticket otherwise, has records of its own; so has a call."""
+    """A bound launch, which has no ticket otherwise, and a call have records."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         async with pool.partition(16) as p:
@@ -215,7 +215,7 @@ def test_bound_launches_and_calls_are_told() -> None:
 
 
 def test_a_watcher_that_begins_late_hears_what_is_held() -> None:
-    """It is told the leases of that moment first; one that ends hears nothing more."""
+    """It first gets the present leases; a removed one gets nothing."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         late = list[Record]()
@@ -233,7 +233,7 @@ def test_a_watcher_that_begins_late_hears_what_is_held() -> None:
 
 @pytest.mark.fault("D12", "E10")
 def test_a_watcher_that_raises_hurts_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Its error is logged once, and leases and other watchers go on."""
+    """Its error is logged once; leases and other watchers go on."""
 
     def broken(record: Record) -> None:
         raise LookupError
@@ -251,7 +251,7 @@ def test_a_watcher_that_raises_hurts_nothing(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.fault("D12")
 def test_a_watcher_runs_under_no_lock() -> None:
-    """It can ask the pool for whatever it likes, also where the record came from a decision."""
+    """It may use the pool, even for a record of a decision."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         owned: list[bool] = []
@@ -278,7 +278,7 @@ def test_a_watcher_runs_under_no_lock() -> None:
 
 
 def test_leases_says_what_holds_what() -> None:
-    """Holder, class, SMs and times of each lease, also of one that drains; no kept one."""
+    """It has holder, class, SMs and times of each lease that is held or drains."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -304,7 +304,7 @@ def test_leases_says_what_holds_what() -> None:
 
 
 def test_times_of_leases_are_counted_in_doubling_buckets() -> None:
-    """Waits, uses and drains of leases, kept ones and others, are in the histograms."""
+    """Waits, uses and drains of all leases are in the histograms."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -338,7 +338,7 @@ def test_times_of_leases_are_counted_in_doubling_buckets() -> None:
 
 
 def test_a_lease_is_released_when_its_block_ends_and_drained_after_its_work() -> None:
-    """The records and the histograms tell the time in the block from the drain."""
+    """Records and histograms separate both times."""
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         pool.time_leases()
@@ -361,7 +361,7 @@ def test_a_lease_is_released_when_its_block_ends_and_drained_after_its_work() ->
 
 
 def test_short_durations_are_counted_as_one_by_one() -> None:
-    """Counting them together gives the same histogram as counting each, those of 0 included."""
+    """Counting them together gives the same histogram as counting each."""
     found, expected = Histogram(), Histogram()
     for seconds in (0.0, 0.0, 1e-6, 7e-6):
         expected.add(seconds)
@@ -370,13 +370,13 @@ def test_short_durations_are_counted_as_one_by_one() -> None:
 
 
 def test_a_histogram_is_printed_without_its_buckets() -> None:
-    """The repr of a pool's statistics has several histograms, and is to be readable."""
+    """The repr of statistics with histograms stays readable."""
     assert repr(durations(Histogram())) == "Durations(count=0, seconds=0.0)"
 
 
 @pytest.mark.parametrize("classes", [(), CLASSES])
 def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> None:
-    """Each of many leases of a size, one after the other, is in the histogram, and its SM-time."""
+    """Each of many successive leases is in the histogram, with its SM-time."""
     gpu = SimGPU()
     options = {"service": "critical"} if classes else {}
 
@@ -399,7 +399,7 @@ def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> 
 
 
 def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
-    """Opening, refusing, expiring and closing are logged by the library's logger."""
+    """Opening, refusing, expiring and closing each log one line."""
     caplog.set_level(logging.DEBUG, "greensched")
 
     async def test(pool: Pool, seen: list[Record]) -> None:
@@ -419,6 +419,6 @@ def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_watcher_is_a_function() -> None:
-    """Another object is refused where it is given, not at the first record."""
+    """Another object is refused at once, not at the first record."""
     with pytest.raises(InvalidRequest, match="give a function of one record"):
         Pool(driver="simulated:h20").watch(3)  # type: ignore[arg-type]

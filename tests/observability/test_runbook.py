@@ -45,7 +45,7 @@ Service = Callable[[Pool], Awaitable[None]]
 
 
 class Alerts:
-    """Which rules fire, after each scrape."""
+    """The firing rules after each scrape."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._series = Series(registry)
@@ -69,14 +69,14 @@ def seconds(text: str) -> int:
 
 
 def screen_of(pool: Pool) -> str:
-    """What `greensched top` shows of a pool, as one line of words."""
+    """Return what `greensched top` shows of a pool, as one line."""
     file = io.StringIO()
     Console(file=file, width=80, markup=False).print(Screen([pool.snapshot().as_dict()]))
     return " ".join(file.getvalue().split())
 
 
 def found(service: Service, *, minutes: float = 4, **options: Any) -> tuple[set[str], str]:
-    """The alerts that fire while a service runs on a pool, and the screen of its end."""
+    """Return the alerts that fire while a service runs, and its last screen."""
     gpu, registry, screens = SimGPU(), CollectorRegistry(), []
     alerts = Alerts(registry)
 
@@ -97,7 +97,7 @@ def found(service: Service, *, minutes: float = 4, **options: Any) -> tuple[set[
 
 
 async def opened(pool: Pool, *loads: Service) -> None:
-    """Open the pool, and try again if that fails; let loads run until it ends."""
+    """Open the pool, retrying if that fails, and run loads until it ends."""
     while True:
         with suppress(GreenschedError):
             async with pool:
@@ -106,7 +106,7 @@ async def opened(pool: Pool, *loads: Service) -> None:
 
 
 async def chat(pool: Pool, *, milliseconds: int = 10) -> None:
-    """A request each second, which gives up after ten."""
+    """Request SMs each second, and give up after ten."""
     while True:
         with suppress(GreenschedError, TimeoutError):
             async with asyncio.timeout(10), pool.partition(32, service="chat") as p:
@@ -115,7 +115,7 @@ async def chat(pool: Pool, *, milliseconds: int = 10) -> None:
 
 
 async def batch(pool: Pool) -> None:
-    """A preemptible job of a minute, again and again."""
+    """Run a preemptible job of a minute again and again."""
     while True:
         with suppress(GreenschedError):
             async with pool.partition(64, service="batch") as p:
@@ -130,7 +130,7 @@ async def healthy(pool: Pool) -> None:
 
 
 def test_a_healthy_service_raises_no_alarm() -> None:
-    """Two classes within their means: no alert, and a screen without any of the words below."""
+    """Two classes within their limits raise no alert."""
     alerts, screen = found(healthy)
     assert alerts == set()
     assert ": open" in screen
@@ -144,7 +144,7 @@ def test_a_healthy_service_raises_no_alarm() -> None:
     [(None, "32 SMs, cells 0-3 draining 4min"), (30, "spin on device 0 has not ended")],
 )
 def test_a_hung_kernel(hang_after: float | None, said: str) -> None:
-    """Work does not end whose request gave up, or whose request waits, with `hang_after`."""
+    """Work does not end, with `hang_after`."""
 
     async def service(pool: Pool) -> None:
         await opened(pool, chat if hang_after is None else batch)
@@ -163,7 +163,7 @@ def test_a_lost_device() -> None:
 
 
 def test_a_full_queue() -> None:
-    """More requests than the class may queue."""
+    """More requests arrive than the class may queue."""
 
     async def crowd(pool: Pool) -> None:
         await opened(pool, batch, *[partial(chat, milliseconds=4000)] * 12)
@@ -174,7 +174,7 @@ def test_a_full_queue() -> None:
 
 
 def test_a_starving_class() -> None:
-    """A request of the other class has all SMs, and works on and on."""
+    """A lease of the other class holds all SMs and never ends."""
 
     async def greedy(pool: Pool) -> None:
         async with pool.partition(ALL, service="chat") as p:
@@ -191,7 +191,7 @@ def test_a_starving_class() -> None:
 
 
 def test_a_leak_of_a_lease() -> None:
-    """A task keeps its lease for ever, without work on it."""
+    """A task keeps its lease for ever, without work."""
 
     async def leak(pool: Pool) -> None:
         async with pool.partition(8, service="chat"):
@@ -206,7 +206,7 @@ def test_a_leak_of_a_lease() -> None:
 
 
 def test_a_slow_loop() -> None:
-    """A callback computes on the loop's thread for 200 ms, again and again."""
+    """A callback blocks the loop for 200 ms again and again."""
 
     async def slow(pool: Pool) -> None:
         clock = pool.devices[0].driver.clock  # type: ignore[attr-defined]  # the simulated driver's
@@ -235,7 +235,7 @@ def test_a_slow_loop() -> None:
     ],
 )
 def test_a_pool_that_cannot_open(status: str, alert: str, said: str) -> None:
-    """The GPU is missing, or the driver is the wrong one; the service tries again and again."""
+    """The GPU is missing or the driver is wrong, and the service retries."""
     faults = [Fail("initialise", status=status, last=1_000_000)]
     alerts, screen = found(healthy, faults=faults)
     assert alerts == {alert, "GreenschedNotReady"}
@@ -244,7 +244,7 @@ def test_a_pool_that_cannot_open(status: str, alert: str, said: str) -> None:
 
 
 def test_a_gpu_of_several_is_missing() -> None:
-    """The machine has fewer than the service asks for."""
+    """The machine has fewer GPUs than the service needs."""
     alerts, screen = found(healthy, devices=[0, 1])
     assert alerts == {"GreenschedDeviceMissing", "GreenschedNotReady"}
     assert "device 1 does not exist: this machine has 1 device (0)." in screen

@@ -54,7 +54,7 @@ async def expires(ask: Callable[..., Awaitable[None]]) -> None:
 
 
 def strip(snapshot: Snapshot) -> str:
-    """The cells of the first device: a letter of the class, small while it drains."""
+    """Return the first device's cells: a letter of the class, small while it drains."""
     letters = []
     for cell in snapshot.devices[0].cells:
         letter = (cell.services or ".")[0][:1]
@@ -63,7 +63,7 @@ def strip(snapshot: Snapshot) -> str:
 
 
 def test_the_strip_shows_leases_loans_and_reserves() -> None:
-    """Each cell names its class, its lease, and the class whose reserve it is of."""
+    """Each cell names its class, its lease, and its reserve's owner."""
 
     async def test(pool: Pool) -> None:
         async with pool.partition(96, service="batch", duration=0.02):
@@ -85,7 +85,7 @@ def test_the_strip_shows_leases_loans_and_reserves() -> None:
 
 
 def test_a_lease_that_drains_is_shown_so() -> None:
-    """Its cells are not free until its work is done, and its class still has them."""
+    """Its cells are not free until its work is done, and count for its class."""
 
     async def test(pool: Pool) -> None:
         with anyio.CancelScope() as scope:
@@ -105,7 +105,7 @@ def test_a_lease_that_drains_is_shown_so() -> None:
 
 
 def test_a_class_has_its_counts_and_times() -> None:
-    """Requests by their end, waits and uses by their percentiles, and the first that waits."""
+    """Requests by outcome, percentiles of waits and uses, and the first waiting one."""
 
     async def test(pool: Pool) -> None:
         async def ask(**options: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_class_has_its_counts_and_times() -> None:
 
 
 def test_a_pool_that_does_not_work_says_so() -> None:
-    """Before it is open and after its end there is its state; a lost device has its fault."""
+    """A pool that is not open has its state, a lost device its fault."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_a_pool_that_does_not_work_says_so() -> None:
 
 
 def test_a_policy_takes_no_snapshot() -> None:
-    """It runs inside a decision, where the account is not complete."""
+    """A policy runs inside a decision, where the account is incomplete."""
     raised = []
 
     class Curious(Fifo):
@@ -183,7 +183,7 @@ def test_a_policy_takes_no_snapshot() -> None:
 
 
 def test_a_snapshot_waits_for_no_policy() -> None:
-    """Another thread takes one while a policy decides: it lacks only what requests wait for."""
+    """During a decision it lacks only the waiting reasons."""
     taken: list[Snapshot] = []
 
     class Slow(Fifo):
@@ -212,7 +212,7 @@ def test_a_snapshot_waits_for_no_policy() -> None:
 
 
 def test_what_hangs_is_shown() -> None:
-    """The cells of its executor, and a sentence with the task, the place and the time."""
+    """Its executor's cells, and a sentence with the task, the place and the time."""
 
     async def test(pool: Pool) -> None:
         with pytest.raises(DeviceHung):
@@ -230,7 +230,7 @@ def test_what_hangs_is_shown() -> None:
 
 
 class Scene:
-    """A scheduler of one device of 15 cells of 8 SMs, and 12 over; `now` in seconds."""
+    """A scheduler with 15 cells of 8 SMs and a remainder of 12; `now` in seconds."""
 
     def __init__(self, *services: ServiceClass, is_made: Callable[..., bool] | None = None) -> None:
         self.cells = DeviceCells(8, 15, 12)
@@ -252,7 +252,7 @@ def assert_says(found: WaitingRequest, reason: str, text: str) -> None:
 
 
 def test_too_few_sms_are_free() -> None:
-    """The sentence says when SMs come back, where that is known, and else which lease is oldest."""
+    """The sentence says when SMs return, if known, or which lease is the oldest."""
     scene = Scene(BATCH)
     scene.ask(96, "batch")
     scene.now = 0.5
@@ -276,7 +276,7 @@ def test_too_few_sms_are_free() -> None:
 
 
 def test_sms_drain() -> None:
-    """SMs whose lease has ended are named: only the work on them keeps the request."""
+    """The sentence names SMs whose lease has ended and whose work still runs."""
     scene = Scene()
     grant = scene.ask(96, duration=1.0).grants[0]
     scene.scheduler.release(grant)
@@ -289,7 +289,7 @@ def test_sms_drain() -> None:
 
 
 def test_its_reserve_is_lent() -> None:
-    """The class that has borrowed it is named."""
+    """The sentence names the class that borrows it."""
     scene = Scene(CRITICAL, BATCH)
     scene.ask(96, "batch", duration=0.020)
     assert_says(
@@ -301,7 +301,7 @@ def test_its_reserve_is_lent() -> None:
 
 
 def test_free_sms_are_kept_for_a_reserve() -> None:
-    """A class that may not borrow waits although enough SMs are free."""
+    """A class that cannot borrow waits although enough SMs are free."""
     scene = Scene(CRITICAL, ServiceClass("other"))
     scene.ask(40, "other")
     assert_says(
@@ -312,7 +312,7 @@ def test_free_sms_are_kept_for_a_reserve() -> None:
 
 
 def test_free_sms_do_not_fit_together() -> None:
-    """Cells and what the split left over are free, but no partition has both."""
+    """Cells and the remainder are free, but no partition has both."""
     scene = Scene()
     scene.ask(112)
     waits = scene.ask(16)
@@ -324,7 +324,7 @@ def test_free_sms_do_not_fit_together() -> None:
 
 
 def test_a_class_is_at_its_cap() -> None:
-    """Its own limit is named, and not the device."""
+    """The sentence names its own limit, not the device."""
     scene = Scene(ServiceClass("small", cap=16))
     scene.ask(16, "small")
     assert_says(
@@ -347,7 +347,7 @@ def test_a_class_is_over_its_quota() -> None:
 
 
 def test_a_device_is_kept_for_an_earlier_request() -> None:
-    """The earlier request is named, with what it needs and how long it has waited."""
+    """The sentence has that request's size and wait."""
     scene = Scene(BATCH)
     scene.ask(96)
     first = scene.ask(ALL, "batch")
@@ -363,7 +363,7 @@ def test_a_device_is_kept_for_an_earlier_request() -> None:
 
 
 def test_an_executor_is_being_made() -> None:
-    """The SMs are free, and a green context over them is not there yet."""
+    """The SMs are free, but their green context does not exist yet."""
     scene = Scene(is_made=lambda device, mask: False)
     assert_says(
         scene.why(scene.ask(16)),
@@ -373,7 +373,7 @@ def test_an_executor_is_being_made() -> None:
 
 
 def test_shared_leases_must_end() -> None:
-    """An exclusive lease waits for all shared ones of the device."""
+    """An exclusive lease waits for all shared leases of the device."""
     scene = Scene(ServiceClass("web", shared=True))
     scene.ask(8, "web")
     scene.ask(8, "web")

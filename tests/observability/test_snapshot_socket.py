@@ -1,4 +1,4 @@
-"""The socket of a pool: that only its user reads it, when it is there, and what it answers."""
+"""A pool's socket: which users can read it, when it exists, and what it answers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ THREAD = "greensched socket"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the sockets of a test are."""
+    """Return the folder of a test's sockets."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "greensched"
 
 
 def opened(given: Any = True, *, times: int = 1) -> list[dict[str, Any]]:
-    """Open and close a pool, and return what is read meanwhile, while the loop is blocked."""
+    """Open and close a pool; return what is read while the loop is blocked."""
     gpu, read = SimGPU(), []
 
     async def main() -> None:
@@ -64,7 +64,7 @@ def threads() -> list[str]:
 
 
 def test_a_blocked_loop_does_not_keep_the_answer(folder: Path) -> None:
-    """The loop waits for the answer here, twice; then the file and the thread are gone."""
+    """It answers twice during a block; then the file and thread end."""
     first, second = opened(times=2)
     assert first["state"] == second["state"] == "open"
     assert first["pid"] == os.getpid()
@@ -75,7 +75,7 @@ def test_a_blocked_loop_does_not_keep_the_answer(folder: Path) -> None:
 
 
 def test_two_pools_of_a_process_have_two_sockets() -> None:
-    """They are found together, or by the process; a pool without `socket` has none."""
+    """Both are found; a pool without `socket` has none."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_two_pools_of_a_process_have_two_sockets() -> None:
 
 
 def test_a_pool_that_opens_answers_already() -> None:
-    """The socket is there before the devices, so that a slow opening can be looked at."""
+    """The socket exists first, so that a slow opening can be watched."""
     gpu = SimGPU()
     states = []
 
@@ -114,7 +114,7 @@ def test_a_pool_that_opens_answers_already() -> None:
     [(b"nonsense\n", "ask with a line"), (b"[]\n", "ask with"), (b'{"version": 2}\n', "version 2")],
 )
 def test_a_wrong_question_gets_an_error(question: bytes, said: str) -> None:
-    """One line says how to ask, and the next client is answered."""
+    """One line says what to send, and the next client is answered."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -132,7 +132,7 @@ def test_a_wrong_question_gets_an_error(question: bytes, said: str) -> None:
 
 
 def test_a_client_that_goes_harms_no_other() -> None:
-    """A connection that is closed without a question is no error."""
+    """A connection that closes without a question is no error."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_a_client_that_goes_harms_no_other() -> None:
 
 
 def test_a_snapshot_that_fails_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The thread goes on, and the client raises what happened."""
+    """The thread goes on, and the client raises the error."""
     taken = iter([ZeroDivisionError("division by zero")])
 
     def take() -> Any:
@@ -169,7 +169,7 @@ def test_a_snapshot_that_fails_is_told_and_logged(caplog: pytest.LogCaptureFixtu
 
 
 def test_only_the_user_can_connect(folder: Path) -> None:
-    """The folder and the socket have modes for the user alone."""
+    """Folder and socket have modes for the user alone."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -182,7 +182,7 @@ def test_only_the_user_can_connect(folder: Path) -> None:
 
 
 def test_another_users_process_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told so, where the modes did not keep it out."""
+    """The socket checks the user even if the modes do not."""
     monkeypatch.setattr(snapshot_server, "_user_of", lambda connection: os.geteuid() + 1)
     with pytest.raises(SocketUnavailable, match="another user's"):
         opened()
@@ -190,7 +190,7 @@ def test_another_users_process_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 def test_another_user_is_refused(folder: Path) -> None:
-    """A process of another user cannot connect, even where it can reach the file."""
+    """Another user's process cannot connect, even if it reaches the file."""
     gpu = SimGPU()
     program = (
         "import os, socket, sys\n"
@@ -210,7 +210,7 @@ def test_another_user_is_refused(folder: Path) -> None:
 
 
 def test_a_path_can_be_given(tmp_path: Path) -> None:
-    """The socket is there while the pool is open; a relative path is that of the constructor."""
+    """The socket exists while the pool is open, at the constructor's path."""
     path = tmp_path / "pool.sock"
     (seen,) = opened(str(path))
     assert seen["state"] == "open"
@@ -225,7 +225,7 @@ def test_a_wrong_path_is_refused_at_once(wrong: Any) -> None:
 
 
 def test_a_dead_processes_socket_is_replaced(tmp_path: Path) -> None:
-    """A file at which nothing listens is no reason to fail."""
+    """A file without a listener is replaced."""
     path = tmp_path / "pool.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(os.fspath(path))
@@ -235,7 +235,7 @@ def test_a_dead_processes_socket_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
-    """The next pool of the user removes them; a file of a process that lives stays."""
+    """The next pool removes them; those of live processes stay."""
     folder.mkdir(mode=0o700)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -249,7 +249,7 @@ def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
 
 @pytest.mark.parametrize("what", ["file", "pool", "folder"])
 def test_an_opening_without_its_socket_fails(what: str, tmp_path: Path) -> None:
-    """What exists is left alone, the error names the path, and the pool can be opened later."""
+    """The error names the path, and the pool can be opened later."""
     gpu = SimGPU()
     path = tmp_path / ("no/pool.sock" if what == "folder" else "pool.sock")
 
@@ -280,7 +280,7 @@ def test_an_opening_without_its_socket_fails(what: str, tmp_path: Path) -> None:
 def test_without_a_thread_there_is_no_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The opening fails, and leaves no file; the pool can be opened later."""
+    """The opening fails without a file, and can be tried again."""
     gpu, path, start = SimGPU(), tmp_path / "pool.sock", threading.Thread.start
 
     def no_thread(thread: threading.Thread) -> None:
@@ -304,7 +304,7 @@ def test_without_a_thread_there_is_no_socket(
 def test_a_folder_of_another_user_is_not_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the sockets are in a private folder for temporary files, where clients look, too."""
+    """The sockets are then in a private temporary folder."""
     folder.write_text("no folder")
     monkeypatch.setattr(snapshot_client.tempfile, "gettempdir", lambda: str(tmp_path))
     (seen,) = opened()
@@ -317,7 +317,7 @@ def test_a_folder_of_another_user_is_not_used(
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_pool_that_could_not_open_says_why(is_closed: bool, folder: Path) -> None:
-    """Its socket answers until it is closed, or collected, and after the next attempt."""
+    """Its socket answers until it is closed, collected or opened again."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -340,7 +340,7 @@ def test_a_pool_that_could_not_open_says_why(is_closed: bool, folder: Path) -> N
 
 
 def test_a_collected_pool_has_no_socket(folder: Path) -> None:
-    """The server keeps no pool alive, and is closed with it."""
+    """The server keeps no pool alive and closes with it."""
 
     async def main() -> None:
         pool = Pool(driver="simulated:h200", socket=True)
@@ -387,7 +387,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="needs Linux")
 def test_a_forked_child_does_not_have_it() -> None:
-    """The child has no descriptor that listens, and its end leaves the socket to the parent."""
+    """The child has no listening descriptor and removes nothing."""
     done = end_of(FORKING)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -396,7 +396,7 @@ def test_a_forked_child_does_not_have_it() -> None:
 
 
 def test_nothing_listens(tmp_path: Path) -> None:
-    """The client says so, and names the path."""
+    """The client's error names the path."""
     with pytest.raises(SocketUnavailable, match="no pool listens there"):
         read_snapshot(tmp_path / "pool.sock")
 
@@ -410,7 +410,7 @@ def test_nothing_listens(tmp_path: Path) -> None:
     ],
 )
 def test_something_else_listens(answer: bytes, said: str, tmp_path: Path) -> None:
-    """Another program, or a pool of another version, is told from a pool."""
+    """The client's error says that it is another program or version."""
     path = tmp_path / "other.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(path))
@@ -432,7 +432,7 @@ def test_something_else_listens(answer: bytes, said: str, tmp_path: Path) -> Non
 def test_a_program_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some seconds the client says so."""
+    """After some seconds the client raises."""
     monkeypatch.setattr(snapshot_client, "ANSWER_S", 0.01)
     path = tmp_path / "other.sock"
     with socket.socket(socket.AF_UNIX) as listener:

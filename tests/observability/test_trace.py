@@ -1,4 +1,4 @@
-"""`Pool.trace`: a file that Perfetto's definitions parse, complete however the block ends."""
+"""`Pool.trace`: a file that Perfetto's definitions parse, complete however its block ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def parsed(path: Path) -> list[TrackEvent]:
 
 
 def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
-    """The SM-time by class is that of the statistics and of Prometheus; so are the requests."""
+    """SM-time by class and requests agree with statistics and Prometheus."""
     path = tmp_path / "t.perfetto-trace"
 
     async def batch(pool: Pool, end: float) -> None:
@@ -155,7 +155,7 @@ def test_ten_seconds_of_a_service(tmp_path: Path) -> None:
 
 
 def test_a_flow_leads_from_the_request_to_the_job(tmp_path: Path) -> None:
-    """Flows go from request to lease, on to the submission, and on to the job; counters return."""
+    """Flows link request, lease, submission and job."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -200,7 +200,7 @@ def test_many_requests_are_refused_at_one_time(tmp_path: Path) -> None:
 
 
 def test_a_gang_and_the_other_answers(tmp_path: Path) -> None:
-    """Each part of a joint request is a lease; refused, expired and cancelled requests are told."""
+    """Each part of a joint request is a lease; all outcomes have events."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -227,7 +227,7 @@ def test_a_gang_and_the_other_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [LookupError, asyncio.CancelledError, GeneratorExit])
 def test_it_is_complete_however_the_block_ends(how: type[BaseException], tmp_path: Path) -> None:
-    """After an error, a cancellation, or the end of a generator, every slice has an end."""
+    """After an error or a cancellation every slice has an end."""
     path = tmp_path / "t.perfetto-trace"
 
     async def block(pool: Pool) -> AsyncIterator[None]:
@@ -258,7 +258,7 @@ def test_it_is_complete_however_the_block_ends(how: type[BaseException], tmp_pat
 
 
 def test_it_is_complete_where_trio_cancels_the_block(tmp_path: Path) -> None:
-    """The cancellation waits for the disk, and what the block held ends with it."""
+    """The cancellation waits for the disk."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -276,7 +276,7 @@ def test_it_is_complete_where_trio_cancels_the_block(tmp_path: Path) -> None:
 
 
 def test_what_is_held_at_the_start_and_a_lost_device(tmp_path: Path) -> None:
-    """A lease from before begins with the trace; a job that is lost ends."""
+    """An earlier lease begins with the trace; a lost job ends."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -298,7 +298,7 @@ def test_what_is_held_at_the_start_and_a_lost_device(tmp_path: Path) -> None:
 def test_a_slow_disk_loses_records_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for the disk is bounded; the trace is well-formed, and counts what it lacks."""
+    """The buffer is bounded; the trace counts what it lacks."""
     path = tmp_path / "t.perfetto-trace"
     monkeypatch.setattr(tracing, "MOST_PENDING", 3)
 
@@ -316,7 +316,7 @@ def test_a_slow_disk_loses_records_and_says_so(
 
 
 def test_a_full_disk_is_an_error_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The block runs to its end; then the error is raised, or logged beside the block's own."""
+    """The block completes; then the error is raised or logged."""
 
     async def test(pool: Pool) -> None:
         with pytest.raises(InvalidRequest, match=r"/dev/full.*No space left"):
@@ -332,7 +332,7 @@ def test_a_full_disk_is_an_error_at_the_end(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_cannot_be_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad path, a second block, a closed pool and a missing package are typed errors."""
+    """A bad path, a second block and a closed pool raise typed errors."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -356,7 +356,7 @@ def test_what_cannot_be_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cancelled_entry_leaves_an_empty_file(tmp_path: Path) -> None:
-    """A cancellation while the file is opened ends the thread; nothing is watched."""
+    """Nothing is watched, and the thread ends."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
@@ -372,7 +372,7 @@ def test_a_cancelled_entry_leaves_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_threads_without_a_loop_can_trace(tmp_path: Path) -> None:
-    """`pool.sync.trace` is the same as a `with`."""
+    """`pool.sync.trace` works in a plain `with`."""
     path = tmp_path / "t.perfetto-trace"
     pool = Pool(driver="simulated:h200")
     with pool.sync, pool.sync.trace(path), pool.sync.partition(16) as p:
@@ -382,7 +382,7 @@ def test_threads_without_a_loop_can_trace(tmp_path: Path) -> None:
 
 
 def test_reading_what_is_cut_off_or_no_trace(tmp_path: Path) -> None:
-    """The trace of a process that died has what it wrote; other files are refused."""
+    """A cut-off trace has what was written; other files are refused."""
     path = tmp_path / "t.perfetto-trace"
 
     async def test(pool: Pool) -> None:
