@@ -12,7 +12,7 @@ from greensched.scheduling.requests import Grant, Request
 from greensched.scheduling.scheduler import Scheduler
 from greensched.typing import ALL, REST
 
-from .reference_cells import is_enough, sms, subsets
+from .reference_cells import is_enough, possible, sms, subsets
 
 
 @dataclass
@@ -156,7 +156,9 @@ class ReferenceReservations:
         if self.now - request.arrived >= policy.ageing:
             assert wants.least <= max(part.least, cells.total - sum(kept)), "it could wait for ever"
         if request.allowed is None:
-            assert wants.least <= max(part.least, cells.size * -(-part.least // cells.size))
+            sizes = [sms(cells, mask) for mask in subsets(cells.full_mask) if possible(cells, mask)]
+            smallest = min((n for n in sizes if n >= part.least), default=0)
+            assert wants.least <= max(smallest, cells.size * -(-part.least // cells.size))
         if self.is_entitled(request) and state.home == device:
             assert -(-wants.least // cells.size) <= max(
                 -(-part.least // cells.size), self.unmet(state)
