@@ -33,9 +33,8 @@ def test_no_job_is_lost_by_a_fault(request: pytest.FixtureRequest) -> None:
         check=False,
     )
     bars = [line for line in done.stdout.splitlines() if line.endswith((": PASS", ": FAIL"))]
-    assert len(bars) == 31, done.stdout + done.stderr
-    timed = ("after the deadline", "after it joined")  # how soon is for the benchmark to say
-    kept = [bar for bar in bars if not any(part in bar for part in timed)]
+    assert len(bars) == 30, done.stdout + done.stderr
+    kept = [bar for bar in bars if "after the deadline" not in bar]  # judged by `LATE` below
     assert len(kept) == 24
     assert all(bar.endswith("PASS") for bar in kept), done.stdout
     told = re.findall(r"  (\d+) jobs told, latest ([-+.\d]+) s after the deadline", done.stdout)
