@@ -55,8 +55,8 @@ Kind = Literal["primary", "green", "own", "adopted"]
 #: The ways to wait. A context has exactly one of them.
 _WAYS = (ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD, ContextFlags.SCHED_BLOCKING_SYNC)
 
-#: Every open context, so that `Context.current` returns the same object again.
-_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+#: The open contexts of each driver, so that `Context.current` returns the same object again.
+_contexts: weakref.WeakKeyDictionary[Driver, weakref.WeakSet[Context]] = weakref.WeakKeyDictionary()
 _contexts_lock = threading.Lock()
 
 
@@ -123,7 +123,7 @@ class Context(ContextLimits):
         self._device = device
         self.is_closed = False
         with _contexts_lock:
-            _contexts.add(self)
+            _contexts.setdefault(driver, weakref.WeakSet()).add(self)
 
     @classmethod
     def create(cls, device: Device, flags: ContextFlags = ContextFlags.SCHED_AUTO) -> Self:
@@ -174,8 +174,8 @@ class Context(ContextLimits):
         if handle is None:
             return None
         with _contexts_lock:
-            for known in _contexts:
-                if known.driver is driver and not known.is_closed and known.handle == handle:
+            for known in _contexts.get(driver, ()):
+                if not known.is_closed and known.handle == handle:
                     return known
         facts = driver.device_facts(driver.context_device(handle))
         loader = Loader(driver, facts)
@@ -363,7 +363,7 @@ class Context(ContextLimits):
         self.refuse_while_used()
         self.is_closed = True
         with _contexts_lock:
-            _contexts.discard(self)
+            _contexts[self.driver].discard(self)
         driver = self.driver
         steps: list[Callable[[], None]] = []
         if self.kind in ("green", "own"):
