@@ -14,8 +14,10 @@ import pytest
 
 from greensched.cli import doctor, facts
 from greensched.cli import main as cli
+from greensched.cli.main import _without_click as without_click
 from greensched.driver import simulated
 from greensched.errors import DriverUnavailable
+from greensched.leasing import process
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = ["--driver", "simulated:h200+l40s@13.1"]
@@ -141,6 +143,26 @@ def test_clocks_power_modes_and_processes_are_asked_of_nvidia_smi() -> None:
     }
     assert found[0].text == "1200 of 1980 MHz, held back by: power limit, temperature"
     assert found[1].text == "690.12 of 700.00 W"
+
+
+def test_a_pool_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prevents another pool, unless a further device is free."""
+    monkeypatch.setattr(process, "other_holder", {"GPU-1": 4242, "GPU-2": None}.get)
+    (alone,) = doctor._pools(["GPU-1"]).values()
+    assert (alone.section, alone.status) == ("device 0", "error")
+    assert alone.text == "process 4242 has a pool on this device"
+    (beside,) = doctor._pools(["GPU-1", "GPU-2"]).values()
+    assert (beside.section, beside.status) == ("device 0", "warning")
+    assert beside.remedy == "Pool([1]) has the free ones"
+
+
+@pytest.mark.parametrize("driver", [["--driver", "simulated:t4"], ["--driver=simulated:t4"]])
+def test_without_click_doctor_takes_a_driver(
+    driver: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both forms of an option are understood, as click understands them."""
+    assert without_click(["doctor", *driver], ImportError("no click")) == 0
+    assert "Simulated T4" in capsys.readouterr().out
 
 
 def test_without_nvidia_smi_clocks_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -701,11 +701,14 @@ def test_a_gpu_has_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n"
             claim(1, "GPU-2")
+            assert process.other_holder("GPU-1") == holder.pid
+            assert process.other_holder("GPU-2") is process.other_holder("GPU-3") is None
             with pytest.raises(greensched.DeviceTaken, match="--workers 1") as caught:
                 claim(0, "GPU-1")
             assert caught.value.process == holder.pid
             (tmp_path / "control").touch()  # MPS runs: several processes are meant
             claim(0, "GPU-1")
+            assert process.other_holder("GPU-1") is None
             (tmp_path / "control").unlink()
             holder.kill()
             holder.wait()

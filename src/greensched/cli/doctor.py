@@ -202,8 +202,12 @@ def _driver(spec: str | None) -> Iterator[Finding]:
     yield from _features(driver_facts["features"])
     if driver.needs_binary:
         yield _compiler()
-    for ordinal in range(driver.device_count()):
-        yield from _device(facts.of_device(driver, ordinal))
+    devices = [facts.of_device(driver, ordinal) for ordinal in range(driver.device_count())]
+    pools = _pools([device["uuid"] for device in devices]) if driver.needs_binary else {}
+    for device in devices:
+        yield from _device(device)
+        if device["device"] in pools:
+            yield pools[device["device"]]
     if driver.name == "cuda":
         yield from _gpus()
         yield from _processes()
@@ -251,6 +255,26 @@ def _device(device: dict[str, object]) -> Iterator[Finding]:
     else:
         text = "shared by all partitions: Pool(workqueues=...) needs CUDA 13.1"
         yield Finding(section, "work queues", NOTE, text)
+
+
+def _pools(uuids: list[str]) -> dict[int, Finding]:
+    """Name the process whose pool has a device, for each device that has one."""
+    from greensched.leasing import process
+
+    holders = {i: process.other_holder(uuid) for i, uuid in enumerate(uuids)}
+    free = [i for i, holder in holders.items() if holder is None]
+    remedy = f"Pool({free}) has the free ones" if free else "share that pool, or end the process"
+    return {
+        i: Finding(
+            f"device {i}",
+            "pool",
+            WARNING if free else ERROR,
+            f"process {holder or '(unknown)'} has a pool on this device",
+            remedy,
+        )
+        for i, holder in holders.items()
+        if holder is not None
+    }
 
 
 # -- what nvidia-smi says -----------------------------------------------------------------------

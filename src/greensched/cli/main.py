@@ -30,8 +30,9 @@ def _without_click(arguments: list[str], error: Exception) -> int:
     if arguments[:1] == ["doctor"]:
         from greensched.cli import doctor
 
-        chosen = [arguments[i + 1] for i, a in enumerate(arguments[:-1]) if a == "--driver"]
-        return doctor.main(chosen[-1] if chosen else None, as_json="--json" in arguments)
+        words = " ".join(arguments).replace("--driver=", "--driver ").split()
+        chosen = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--driver"]
+        return doctor.main(chosen[-1] if chosen else None, as_json="--json" in words)
     print(
         f"greensched: the command line cannot be loaded ({error}): "
         "greensched doctor says what is missing",

@@ -90,6 +90,28 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     _files[key] = file
 
 
+def other_holder(uuid: str) -> int | None:
+    """Return the other process of this user whose pool has a GPU; 0 if its ID is unknown.
+
+    None means that no such process has it, or that MPS runs. Only for a process without a pool: the
+    kernel releases every lock of a process on a file as soon as the process closes that file.
+    """
+    path = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}", f"{uuid}.lock")
+    if mps.is_running():
+        return None
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        os.lockf(file, os.F_TEST, 0)
+    except OSError:
+        return int(os.read(file, 20) or b"0")
+    finally:
+        os.close(file)
+    return None
+
+
 def own_folder(folder: Path) -> Path:
     """Return a folder; create it with mode 0700 if it is missing.
 
