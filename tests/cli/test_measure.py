@@ -11,6 +11,8 @@ import pytest
 from greensched.cli import main as cli
 from greensched.cli import measure as measuring
 
+Capture = pytest.CaptureFixture[str]
+
 MODEL = """
 def decode(batch):
     def step():
@@ -91,6 +93,28 @@ def test_a_model_file_without_a_pass_is_refused(
     model.write_text("pass\n")
     assert cli.main(["measure", str(model), "--driver", "simulated:h200"]) == 2
     assert "define prefill(tokens) or decode(batch)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x =\n", "model.py:1: SyntaxError: invalid syntax"),
+        ("import nothing_of_this_name\n", "model.py:1: ModuleNotFoundError: No module named"),
+        ("def decode(batch):\n    return 1 / 0\n", "model.py:2: ZeroDivisionError: division"),
+        ("def decode(batch):\n    def step():\n        1 / 0\n    return step\n", "model.py:3: "),
+        ("def decode(batch):\n    return batch\n", "decode(1) returned 1: return a function"),
+    ],
+)
+def test_a_model_file_that_fails_is_told_by_its_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """One line on standard error says where and why; exit code 2."""
+    short(monkeypatch)
+    model = tmp_path / "model.py"
+    model.write_text(text)
+    assert cli.main(["measure", str(model), "--driver", "simulated:h200"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_what_was_measured_is_printed_where_it_cannot_be_written(

@@ -13,18 +13,19 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from greensched.cli import doctor
 from greensched.cli.terminal import Progress, print_table
 from greensched.device.launch import LaunchConfig
 from greensched.driver.interface import Driver
-from greensched.errors import InvalidRequest
+from greensched.errors import GreenschedError, InvalidRequest
 from greensched.execution.call_context import current_call
 from greensched.kernels import spin
 from greensched.leasing.latency import quantile
@@ -69,9 +70,9 @@ async def measure(
         progress: Called with the fraction of a part that is done, from 0 to 1, and its name.
 
     Raises:
-        InvalidRequest: The model file defines no pass.
+        InvalidRequest: The model file defines no pass, or fails.
     """
-    work = _load(model) if model is not None else None
+    work = {} if model is None else _load(model)
     sizes = {"prefill": tokens, "decode": batches}
     async with Pool([0], driver=driver, prepare=[spin]) as pool:
         device = pool.devices[0]
@@ -80,10 +81,9 @@ async def measure(
         tables: dict[str, Table] = {}
         if host:
             tables["host"] = {**await host_costs(pool, driver, progress), "source": where}
-        for name in WORK if work is not None else ():
-            make = getattr(work, name, None)
-            if make is not None:
-                passes = _Passes(name, make, sms, sizes[name], idle, progress)
+        for name, make in work.items():
+            passes = _Passes(name, make, sms, sizes[name], idle, progress)
+            with _naming_lines(model):
                 tables[name] = {**await _table(pool, passes), "source": where}
         return tables
 
@@ -184,21 +184,44 @@ def percentiles(seconds: Sequence[float]) -> Table:
 # -- a model ------------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> ModuleType:
-    """Import a model file; its own exceptions pass through.
+@contextmanager
+def _naming_lines(path: Path | None) -> Iterator[None]:
+    """Raise what a model file raises in the block as an InvalidRequest that names its line."""
+    try:
+        yield
+    except GreenschedError:
+        raise
+    except Exception as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        if not lines:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InvalidRequest(f"{path}:{lines[-1]}: {reason}") from error
+
+
+def _load(path: Path) -> dict[str, Callable[[int], Work]]:
+    """Import a model file, and return the passes that it defines.
 
     Raises:
-        InvalidRequest: It is not a Python file, or has neither `prefill` nor `decode`.
+        InvalidRequest: It is not a Python file, fails, or has neither `prefill` nor `decode`.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise InvalidRequest(f"{path}: not a Python file that defines {' or '.join(WORK)}")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not any(hasattr(module, name) for name in WORK):
+    with _naming_lines(path):
+        spec.loader.exec_module(module)
+    defined = {name: make for name in WORK if callable(make := getattr(module, name, None))}
+    if not defined:
         wanted = " or ".join(f"{name}({argument})" for name, argument in WORK.items())
         raise InvalidRequest(f"{path}: define {wanted}, which returns a function of no arguments")
-    return module
+    return defined
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +255,11 @@ async def _table(pool: Pool, passes: _Passes) -> Table:
                 done = (row * len(sizes) + column) / (len(counts) * len(sizes))
                 passes.progress(done, f"{passes.name}({size}) on {count} SMs")
                 work = await p.run(passes.make, size)
+                if not callable(work):
+                    raise InvalidRequest(
+                        f"{passes.name}({size}) returned {work!r}: return a function of no "
+                        "arguments, which submits one pass"
+                    )
                 rows[size].append(1e3 * await _seconds(p, work))
                 if count == total:
                     nbytes.append(float(getattr(work, "nbytes", 0)))
