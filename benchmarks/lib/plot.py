@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.timing import Row
-from greensched.capacity.plot import pyplot, write
-from greensched.errors import MissingPackage
+from greensched.capacity.plot import check, pyplot, write
+from greensched.errors import InvalidRequest, MissingPackage
 
 #: Inches of a row, and of the space above and below the rows of a part.
 ROW, AROUND = 0.22, 1.1
@@ -53,10 +53,10 @@ def save(found: Mapping[str, Sequence[Row]], machine: str, path: Path) -> None:
 
 
 def picture(name: str) -> Path:
-    """Parse a program's option; refuse it, before anything is measured, without matplotlib."""
+    """Parse a program's option; refuse what cannot be drawn before anything is measured."""
     try:
-        pyplot()
-    except MissingPackage as error:
+        check(Path(name))
+    except (InvalidRequest, MissingPackage) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(name)
 

@@ -425,6 +425,25 @@ def test_a_plot_says_what_to_install(
     assert install_command("plot") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a.doc", "give a file that ends in .png, .svg"), ("none/a.png", "there is no folder")],
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_simulation(
+    name: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its format and its folder are looked at first, because a simulation takes minutes."""
+    canvas = SimpleNamespace(get_supported_filetypes=lambda: {"svg": "", "png": ""})
+    monkeypatch.setattr(plot, "pyplot", lambda: SimpleNamespace(FigureCanvasBase=canvas))
+    monkeypatch.setattr(experiment, "run_experiment", None)  # it would not get so far
+    assert cli.main(["simulate", "--plot", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_plot_has_the_distributions_at_the_highest_rate() -> None:
     """Of each strategy a line from the fastest to the slowest request of a class, in ms."""
     whole = WeightedValues.of([0.3, 0.1, 0.2], [1, 1, 2])

@@ -65,6 +65,7 @@ def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) 
         (["simulate", "--repeats", "0"], "'--repeats': 0 is not in the range x>=1"),
         (["simulate", "--load-factors", "0,1"], "is not a list of numbers above 0, such as"),
         (["trace", "a", "--plot", "a.gif"], "give a file that ends in .html, .png, .svg"),
+        (["trace", "a", "--plot", "none/a.html"], "--plot none/a.html: there is no folder none"),
         (["trace", "a"], "greensched: a: No such file or directory"),
         (["plan", "16", "--driver", "nonsense"], "greensched: there is no driver 'nonsense'"),
     ],

@@ -83,6 +83,25 @@ def _draw(axis: Any, results: Results, of: Callable[[RunGroup], list[float]]) ->
         axis.set_xlabel("requests/s")
 
 
+def check(path: Path) -> None:
+    """Refuse a picture that cannot be written, before minutes of work for it.
+
+    Raises:
+        MissingPackage: matplotlib is not installed; says what to install.
+        InvalidRequest: Its format is unknown, or its folder does not exist.
+    """
+    formats = sorted(pyplot().FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in formats:
+        raise InvalidRequest(f"--plot {path}: give a file that ends in .{', .'.join(formats)}")
+    check_folder(path)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file whose folder does not exist. Raises InvalidRequest."""
+    if not path.parent.is_dir():
+        raise InvalidRequest(f"--plot {path}: there is no folder {path.parent}")
+
+
 def pyplot() -> Any:
     """Import matplotlib's pyplot with a backend that needs no screen.
 
@@ -109,6 +128,6 @@ def write(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{path}: {error}") from error
+        raise InvalidRequest(f"{path}: {getattr(error, 'strerror', error)}") from error
     finally:
         pyplot().close(figure)

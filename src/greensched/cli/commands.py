@@ -208,8 +208,8 @@ def doctor(driver: str | None, as_json: bool) -> int:
     """Find out whether a pool can be opened here.
 
     Looks at the installation, the driver and its features, the devices and how they can be split,
-    clocks and power, and other processes on the GPUs. Creates no CUDA context. Exits with 1 if no
-    pool can be opened.
+    clocks and power, and other processes and pools on the GPUs. Creates no CUDA context. Exits with
+    1 if no pool can be opened.
     """
     from greensched.cli import doctor
 
@@ -512,7 +512,7 @@ def simulate(plot: Path | None, as_json: bool, **options: Any) -> None:
         **options,
     )
     if plot is not None:
-        plots.pyplot()  # raise without matplotlib before minutes of simulation, not after
+        plots.check(plot)
     began = time.perf_counter()
     with progress() as show:
         outcome = experiment.run_experiment(chosen, show)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from greensched.capacity.plot import pyplot, write
+from greensched.capacity.plot import check_folder, pyplot, write
 from greensched.cli import trace_report
 from greensched.cli.terminal import print_table
 from greensched.errors import InvalidRequest
@@ -24,11 +24,12 @@ def check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before the trace is read.
 
     Raises:
-        InvalidRequest: The format is unknown.
+        InvalidRequest: The format is unknown, or the folder does not exist.
         MissingPackage: matplotlib is not installed; says what to install.
     """
     if path.suffix not in FORMATS:
         raise InvalidRequest(f"--plot {path}: give a file that ends in {', '.join(FORMATS)}")
+    check_folder(path)
     if path.suffix != ".html":
         pyplot()
 
