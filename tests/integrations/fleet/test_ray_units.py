@@ -639,7 +639,7 @@ def test_a_pool_stops_once_its_outcomes_are_sent(monkeypatch: pytest.MonkeyPatch
     """The process ends only then, so that clients learn which queued jobs have not begun."""
 
     async def test(caller: RemoteClient, actor: pool_actor.PoolActor) -> None:
-        monkeypatch.setattr(pool_actor, "CHECK", 0.001)
+        monkeypatch.setattr(pool_actor, "POLL", 0.001)
         monkeypatch.setattr(pool_actor, "SENDING_S", 0.0)
         monkeypatch.setattr(pool_actor, "LAST_S", 1000.0)
         actor._clients["key"] = caller
