@@ -12,6 +12,7 @@ import pytest
 
 from greensched.cli import commands
 from greensched.cli import main as cli
+from greensched.driver.simulated import PRESETS
 
 COMMANDS: dict[str, click.Command] = commands.greensched.commands
 
@@ -128,7 +129,12 @@ def test_help_loads_little(arguments: list[str]) -> None:
         ("greensched simulate --gran", ["--granularity"]),
         ("greensched plan --granularity f", ["fine"]),
         ("greensched info --driver simulated:h200", ["simulated:h200"]),
+        ("greensched info --driver simulated : h20", ["h200", "h20"]),  # as bash splits it
+        ("greensched info --driver simulated :", [*PRESETS]),
         ("greensched simulate --generate azure-con", ["azure-conv"]),
+        ("greensched simulate --gpus h2", ["h200", "h20"]),
+        ("greensched simulate --services w", ["w2", "w8"]),
+        ("greensched simulate --policy streams,size", ["streams,sized"]),
     ],
 )
 def test_shells_complete(
@@ -144,7 +150,7 @@ def test_shells_complete(
     with pytest.raises(SystemExit) as ended:
         cli.main([])
     assert ended.value.code in (0, None)
-    assert [line.split(",")[1] for line in capsys.readouterr().out.splitlines()] == found
+    assert [line.split(",", 1)[1] for line in capsys.readouterr().out.splitlines()] == found
 
 
 def test_an_interrupt_ends_a_command_with_130(

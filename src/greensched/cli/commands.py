@@ -23,6 +23,10 @@ from greensched.typing import Granularity, NamedSize, Size
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code; `main` explains the codes."""
+    if "_GREENSCHED_COMPLETE" in os.environ:
+        from greensched.cli import completion
+
+        completion.register()
     try:
         code = greensched.main(list(arguments), "greensched", standalone_mode=False)
     except click.UsageError as error:
@@ -142,6 +146,27 @@ def _complete_generator(_ctx: object, _param: object, incomplete: str) -> list[s
     from greensched.capacity import traffic
 
     return [name for name in traffic.GENERATORS if name.startswith(incomplete)]
+
+
+def _complete_gpus(_ctx: object, _param: object, incomplete: str) -> list[str]:
+    from greensched.driver.simulated import device_models
+
+    return [name for name in device_models.PRESETS if name.startswith(incomplete)]
+
+
+def _complete_services(_ctx: object, _param: object, incomplete: str) -> list[str]:
+    from greensched.capacity import workload
+
+    return [name for name in workload.SERVICES if name.startswith(incomplete)]
+
+
+def _complete_policies(_ctx: object, _param: object, incomplete: str) -> list[str]:
+    """Complete the last of the policies, which commas separate."""
+    from greensched.capacity import sweeps, workload
+
+    before, comma, last = incomplete.rpartition(",")
+    known = ["all", *sweeps.names(workload.services("llm"))]
+    return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
 
 
 def _driver_option(default: str) -> Callable[[Command], Command]:
@@ -444,10 +469,16 @@ def measure(
 @click.option(
     "--gpus",
     default="h200",
+    shell_complete=_complete_gpus,
     help="The simulated GPUs: h100, h200x2 (two of them) or another model.",
 )
 @_granularity_option
-@click.option("--services", default="llm", help="The service classes: llm, w2, w8, or a file.")
+@click.option(
+    "--services",
+    default="llm",
+    shell_complete=_complete_services,
+    help="The service classes: llm, w2, w8, or a file.",
+)
 @click.option(
     "--tables",
     type=FILE,
@@ -457,6 +488,7 @@ def measure(
 @click.option(
     "--policy",
     default="streams,priority,sized,best-split-late",
+    shell_complete=_complete_policies,
     help="The policies to compare, separated by commas, or all.",
 )
 @click.option(
