@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -194,6 +195,27 @@ def test_every_public_name_is_documented(module: str) -> None:
         if (callable(thing) or isinstance(thing, property)) and not inspect.getdoc(thing)
     ]
     assert bare == []
+
+
+def test_every_public_name_of_an_adapter_is_documented() -> None:
+    """The source is read, because the library that an adapter is for may not be installed."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference/api").glob("*.md"))
+    bare = []
+    for name in re.findall(r"automodule:: greensched\.(integrations\.\w+)$", pages, re.MULTILINE):
+        source = ROOT / "src/greensched" / f"{name.replace('.', '/')}.py"
+        if source.exists():  # a package has the names of its modules
+            bare += [f"{name}: {found}" for found in _bare(ast.parse(source.read_text()))]
+    assert bare == []
+
+
+def _bare(parent: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """The public classes, functions and methods of a module without a docstring."""
+    for node in parent.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.name[0] != "_" and ast.get_docstring(node) is None:
+                yield node.name
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                yield from _bare(node)
 
 
 def test_every_error_has_a_remedy() -> None:

@@ -112,9 +112,11 @@ def sm_count() -> int:
 class SizesGrids(Protocol):
     """A library with a process-wide number of SMs to use, such as DeepGEMM."""
 
-    def set_num_sms(self, count: int) -> None: ...
+    def set_num_sms(self, count: int) -> None:
+        """Set for how many SMs the library's kernels are sized."""
 
-    def get_num_sms(self) -> int: ...
+    def get_num_sms(self) -> int:
+        """Return for how many SMs the library's kernels are sized."""
 
 
 @contextmanager

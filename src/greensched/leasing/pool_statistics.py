@@ -24,6 +24,7 @@ class PoolStatistics(SchedulerStatistics):
             free SMs that do not fit into one partition with others.
         executors: How many green contexts exist for leases, about 6 MiB each. With 256 of them, a
             device makes another one only for a request that could wait for one without end.
+        executors_made: How many of them were made so far, including those that no longer exist.
         values_made: How many values of `p.local` and executable graphs of `p.capture` leases
             made. Values that `prepare_local` made before traffic do not count.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
