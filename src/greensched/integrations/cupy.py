@@ -17,9 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import cupy
-
 from greensched import CallContext, Partition, call_context, register_call_hook
+from greensched.errors import MissingPackage
+
+try:
+    import cupy
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "cupy-cuda13x", "cupy") from error
 
 
 def stream(where: Partition | CallContext | None = None) -> Any:

@@ -16,9 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba import cuda
-
 from greensched import CallContext, Partition, call_context
+from greensched.errors import MissingPackage
+
+try:
+    from numba import cuda
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "numba-cuda", "numba") from error
 
 
 @contextmanager

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import nvtx
-
 from greensched import (
     CallContext,
     Cancelled,
@@ -31,6 +29,12 @@ from greensched import (
     Requested,
     register_call_hook,
 )
+from greensched.errors import MissingPackage
+
+try:
+    import nvtx
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "nvtx", "nvtx") from error
 
 DOMAIN = "greensched"
 

@@ -19,11 +19,6 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
-from opentelemetry import context as otel_context
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
-from opentelemetry.trace import Link, Span, StatusCode, TracerProvider
-
 from greensched import (
     Cancelled,
     Done,
@@ -38,7 +33,16 @@ from greensched import (
     Requested,
     Submitted,
 )
+from greensched.errors import MissingPackage
 from greensched.integrations.reading import OUTCOMES, ExportedPools, PoolReading, read
+
+try:
+    from opentelemetry import context as otel_context
+    from opentelemetry import metrics, trace
+    from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
+    from opentelemetry.trace import Link, Span, StatusCode, TracerProvider
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "opentelemetry-api", "opentelemetry") from error
 
 SCOPE: Final = "greensched"
 #: Bounds of the histograms: those of `Durations`. OpenTelemetry's defaults do not suit seconds.

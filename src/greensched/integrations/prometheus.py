@@ -15,17 +15,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
 import greensched
 from greensched import Durations, Pool, ServiceStatistics
+from greensched.errors import MissingPackage
 from greensched.integrations.reading import (
     OUTCOMES,
     DeviceReading,
@@ -33,6 +25,18 @@ from greensched.integrations.reading import (
     PoolReading,
     read,
 )
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "prometheus-client", "prometheus") from error
 
 #: Each metric's kind, description, and labels beside `pool`, by its name without `greensched_`. A
 #: device is a GPU's UUID. A service is a class; "" is for requests without a class.

@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
-
 from greensched import CallContext, Partition, call_context, current_call, register_call_hook
-from greensched.errors import InvalidRequest
+from greensched.errors import InvalidRequest, MissingPackage
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "torch", "torch") from error
 
 
 def stream(where: Partition | CallContext | None = None) -> torch.cuda.ExternalStream:

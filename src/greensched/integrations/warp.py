@@ -11,9 +11,13 @@ be a kernel argument of `p.launch` by DLPack, ordered after Warp's current strea
 
 from __future__ import annotations
 
-import warp
-
 from greensched import CallContext, Partition, call_context
+from greensched.errors import MissingPackage
+
+try:
+    import warp
+except ModuleNotFoundError as error:
+    raise MissingPackage(__name__, "warp-lang", "warp") from error
 
 
 def stream(where: Partition | CallContext | None = None) -> warp.Stream:

@@ -8,6 +8,13 @@ and in an endpoint, around its work on the GPU, `async with asgi.while_connected
 answer in parts, `return asgi.LeaseStream(pool.partition(16), parts)`.
 """
 
+from importlib.util import find_spec
+
+from greensched.errors import MissingPackage
+
+if find_spec("starlette") is None:
+    raise MissingPackage(__name__, "starlette", "asgi")
+
 from greensched.integrations.asgi.connection import while_connected
 from greensched.integrations.asgi.errors import STATUS, PoolErrors
 from greensched.integrations.asgi.lifespan import lifespan, routes

@@ -12,6 +12,13 @@ actor's pool decides over the SMs. docs/how-to/ray.md describes it.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from greensched.errors import MissingPackage
+
+if find_spec("ray") is None:
+    raise MissingPackage(__name__, "ray", "ray")
+
 from greensched.integrations.ray.fleet import Fleet
 from greensched.integrations.ray.gpus import own_gpus
 from greensched.integrations.ray.pool_actor import Health
