@@ -39,10 +39,17 @@ def run(main: Any) -> Any:
         assert not driver.live()
 
 
-def test_the_program_of_the_readme_runs() -> None:
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [
+        ("README.md", r"16 torch.Size\(\[8, 4096\]\)\n"),
+        ("docs/how-to/arrays.md", r"tensor\(0\..*\)\n"),
+    ],
+)
+def test_the_program_of_a_page_runs(page: str, printed: str) -> None:
     """Without a GPU, torch's tensors are on the CPU and the partition is simulated."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    program = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)[0]
+    text = (Path(__file__).parents[3] / page).read_text()
+    program = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         program = program.replace(".cuda()", "").replace(', device="cuda"', "")
@@ -55,7 +62,7 @@ def test_the_program_of_the_readme_runs() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "16 torch.Size([8, 4096])\n"
+    assert re.fullmatch(printed, done.stdout)
 
 
 def test_a_model_runs_in_a_partition() -> None:
