@@ -107,6 +107,37 @@ def test_without_click_other_commands_say_so(
     assert "greensched doctor says what is missing" in line
 
 
+def test_a_command_that_lacks_a_package_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line instead of a traceback, which names doctor; exit code 2."""
+
+    def broken() -> None:
+        raise ModuleNotFoundError("No module named 'rich'")
+
+    monkeypatch.setattr(facts, "software", broken)
+    assert cli.main(["info", *SIMULATED]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "greensched: No module named 'rich': greensched doctor says what is missing"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_supported"),
+    [("12.9.10", False), ("13", True), ("13.0.3", True), ("13.5.0rc1", True), ("14.0", False)],
+)
+def test_a_package_of_an_unsupported_version_is_a_warning(
+    version: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds are those of the requirement, which the remedy names."""
+    monkeypatch.setattr(doctor, "PACKAGES", {"numpy": "numpy>=13,<14"})
+    monkeypatch.setattr(doctor, "LIBRARIES", ())
+    monkeypatch.setattr(doctor.metadata, "version", lambda _name: version)
+    found, _ = doctor._packages()
+    assert (found.status, found.remedy) == (
+        ("ok", "") if is_supported else ("warning", "pip install 'numpy>=13,<14'")
+    )
+
+
 def test_doctor_names_the_requirements_of_the_package() -> None:
     """The list that doctor has without an installation is that of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -38,6 +38,8 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except (GreenschedError, click.ClickException, OSError) as error:
         return _refuse(str(error))
+    except ImportError as error:
+        return _refuse(f"{error}: greensched doctor says what is missing")
     except ExceptionGroup as group:
         _, unexpected = group.split(GreenschedError)
         if unexpected is not None:

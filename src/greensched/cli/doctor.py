@@ -163,7 +163,12 @@ def _packages() -> Iterator[Finding]:
         name = re.split("[<>=]", requirement)[0]
         try:
             importlib.import_module(module)
-            yield Finding("packages", name, OK, metadata.version(name))
+            version = metadata.version(name)
+            if _meets(version, requirement):
+                yield Finding("packages", name, OK, version)
+            else:
+                remedy = f"pip install '{requirement}'"
+                yield Finding("packages", name, WARNING, f"{version} is not supported", remedy)
         except Exception as error:  # a broken package can raise anything
             # Simulated devices need no cuda-bindings, and programs no click. The driver's check
             # says whether a pool can be opened.
@@ -177,6 +182,17 @@ def _packages() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             continue
     yield Finding("packages", "libraries", NOTE, ", ".join(names) or "none that greensched knows")
+
+
+def _meets(version: str, requirement: str) -> bool:
+    """Say whether a version is within the bounds of a requirement."""
+    found = _release(version)
+    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
+    return all((found >= _release(bound)) == (sign == ">=") for sign, bound in bounds)
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"^[\d.]+", version)[0].split(".") if part]
 
 
 # -- the driver and its devices -----------------------------------------------------------------
