@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs another driver than the one chosen, or another build."""
+    """Skip tests that need another driver than the chosen one, or another build."""
     for item in items:
         for mark in item.iter_markers("fault"):  # for the reports that `make faults` reads
             item.user_properties += [("fault", name) for name in mark.args]

@@ -1,4 +1,4 @@
-"""Prints the folder of cuda.h of the runtime package that the nvrtc extra brings."""
+"""Print the folder of the cuda.h that the nvrtc extra installs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whether every extra installs beside the newest torch.
+"""Check that every extra can be installed beside the newest torch.
 
     python tests/extras.py
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def resolved(*wanted: str) -> dict[str, str]:
-    """The packages pip would install, by name, with their versions."""
+    """Return the packages that pip would install, by name, with their versions."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     command += ["--quiet", "--disable-pip-version-check", "--report", "-", *wanted]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)

@@ -34,7 +34,7 @@ QUICK = [
 
 
 def pythons() -> dict[str, str]:
-    """Each Python that runs here, by version: of the path, else pyenv's."""
+    """Return each Python that runs here, by version, from the path or else pyenv's."""
     found = {}
     for version in OLDEST_BY_PYTHON:
         of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
@@ -46,7 +46,7 @@ def pythons() -> dict[str, str]:
 
 
 def tried(wheel: Path, python: str, pins: list[str], tree: Path) -> str:
-    """Install and run; the last lines of what failed, "" if nothing did."""
+    """Install and run; return the last lines of what failed, "" if nothing did."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
         here = f"{folder}/bin/python"

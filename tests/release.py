@@ -33,7 +33,7 @@ def output(*command: str) -> str:
 
 
 def built(folder: Path) -> dict[str, bytes]:
-    """The files of a release, by name, built in a copy of what is committed."""
+    """Return the files of a release, by name, built in a copy of the committed files."""
     tree = folder / "tree"
     archive = folder / "tree.tar"
     output("git", "archive", "--output", str(archive), "HEAD")
@@ -48,7 +48,7 @@ def built(folder: Path) -> dict[str, bytes]:
 
 
 def check_wheel(path: Path, tracked: set[str]) -> None:
-    """It has the package's files and its metadata, and nothing else."""
+    """Check that a wheel has the package's files and metadata, and nothing else."""
     with zipfile.ZipFile(path) as wheel:
         found = set(wheel.namelist())
     (info,) = {name.split("/")[0] for name in found if ".dist-info/" in name}
@@ -59,7 +59,7 @@ def check_wheel(path: Path, tracked: set[str]) -> None:
 
 
 def check_sdist(path: Path, tracked: set[str]) -> None:
-    """It has what builds, tests and documents the package, and nothing else."""
+    """Check that an sdist has what builds, tests and documents the package, no more."""
     with tarfile.open(path) as files:
         found = {name.split("/", 1)[1] for name in files.getnames()}
     wanted = {name for name in tracked if name.startswith(FOLDERS) or name in FILES} | {"PKG-INFO"}

@@ -1,4 +1,4 @@
-"""Run what is judged by the stand-in driver, then read its account of the whole run.
+"""Run the suites on the stand-in driver, then read its account of the whole run.
 
     python tests/run_standin.py FOLDER [pytest arguments]
 
@@ -72,7 +72,7 @@ def run_suite(
 
 
 def judge(version: int, suite: str, report: dict[str, Any]) -> tuple[str, bool]:
-    """The account of one run, in words, and whether it is clean."""
+    """Return the account of one run, in words, and whether it is clean."""
     checks = {
         "alive at the end": {k: n for k, n in report["live"].items() if n},
         "misuse": report["misuse_by_kind"],

@@ -1,4 +1,4 @@
-"""The sources: what importing loads, what is public, and what every file keeps to."""
+"""The sources: what an import loads, what is public, and rules for every file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ERRORS = sorted(
 
 
 def compiled() -> list[Path]:
-    """The modules that mypyc compiles."""
+    """Return the modules that mypyc compiles."""
     rules = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
     left = {path for name in rules["exclude"] for path in ROOT.glob(name[1:])}
     return [path for name in rules["include"] for path in sorted(ROOT.glob(name[1:]))
@@ -60,7 +60,7 @@ def test_what_is_compiled_awaits_nothing(path: Path) -> None:
 
 
 def loaded_by(program: str) -> set[str]:
-    """The modules a fresh interpreter has after a program."""
+    """Return the modules that a fresh interpreter has after a program."""
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\nimport json, sys; print(json.dumps([*sys.modules]))"],
         capture_output=True,
@@ -80,13 +80,13 @@ def test_importing_loads_neither_cuda_nor_numpy() -> None:
 
 
 def test_looking_around_loads_no_more() -> None:
-    """`dir`, the errors and the sizes of partitions need neither CUDA nor numpy either."""
+    """`dir`, the errors and the sizes of partitions load neither CUDA nor numpy."""
     program = "import greensched; dir(greensched); greensched.QueueFull; greensched.ALL"
     assert not {name.split(".")[0] for name in loaded_by(program)} & {"cuda", "numpy", "anyio"}
 
 
 def test_simulating_loads_no_cuda() -> None:
-    """A pool of simulated devices is made and used without the bindings or the compiler."""
+    """A pool of simulated devices works without the bindings and the compiler."""
     program = """
 import asyncio, greensched
 from greensched.kernels import spin
@@ -111,7 +111,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("name", greensched.__all__)
 def test_what_is_public_exists_and_is_explained(name: str) -> None:
-    """Every public name can be had from the package, is listed by dir, and says what it is."""
+    """Every public name can be imported, is listed by `dir`, and has a docstring."""
     value = getattr(greensched, name)
     assert name in dir(greensched)
     if isinstance(value, type) or callable(value):
@@ -129,7 +129,7 @@ def test_all_is_what_can_be_imported() -> None:
 
 
 def test_type_checkers_see_what_is_public() -> None:
-    """What a type checker reads in the package is what can be had from it when it runs."""
+    """A type checker sees the names that can be imported at run time."""
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     seen = {
         (alias.asname, node.module)
@@ -161,7 +161,7 @@ def test_a_source_tree_that_is_not_installed_has_no_version(
 
 @pytest.mark.parametrize("name", ["Tenant", "pools", "__nothing__", "", "open"])
 def test_an_unknown_name_is_no_attribute(name: str) -> None:
-    """A name that is not public raises AttributeError, as of any module, and names it."""
+    """A name that is not public raises AttributeError, which has the name."""
     with pytest.raises(AttributeError, match=re.escape(repr(name))):
         getattr(greensched, name)
     assert not hasattr(greensched, name)
@@ -169,7 +169,7 @@ def test_an_unknown_name_is_no_attribute(name: str) -> None:
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_of_one_tree(name: str) -> None:
-    """Whatever greensched raises on purpose can be caught as a GreenschedError."""
+    """Every error that greensched raises on purpose is a GreenschedError."""
     assert issubclass(getattr(errors, name), greensched.GreenschedError)
 
 
@@ -177,7 +177,7 @@ def test_every_error_is_of_one_tree(name: str) -> None:
 
 
 def imports() -> Any:
-    """Every import between modules, also under TYPE_CHECKING and inside functions.
+    """Return the imports between modules, also under TYPE_CHECKING and in functions.
 
     Those of the package itself are left out: `greensched/__init__.py` names modules of all layers.
     """
@@ -208,7 +208,7 @@ VALUES = {
 
 
 def untyped(source: str) -> list[str]:
-    """Attributes, variables and parameters annotated `Any` that are not values."""
+    """Return the attributes, variables and parameters annotated `Any` that are not values."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AnnAssign):
@@ -261,7 +261,7 @@ def test_the_package_says_that_it_is_typed() -> None:
 
 
 def test_the_project_runs_where_it_says() -> None:
-    """Python 3.11 to 3.14, and the dependencies it names; NVRTC is an extra."""
+    """The package is for Python 3.11 to 3.14; NVRTC is an extra."""
     project = PROJECT["project"]
     assert project["requires-python"] == ">=3.11"
     said = {c.rsplit(" ", 1)[1] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)}
@@ -275,7 +275,7 @@ def test_the_project_runs_where_it_says() -> None:
 
 
 def tracked() -> list[Path]:
-    """The files of the repository, as git lists them."""
+    """Return the files of the repository, as git lists them."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -312,7 +312,7 @@ def test_no_file_names_a_machine() -> None:
 @pytest.mark.parametrize("line", ["see /{}/main/src", 'open("/{}/x")', "x=/{}/y", "(/{}/a.py)"])
 @pytest.mark.parametrize("place", ["work", "tmp", "home", "root"])
 def test_a_machines_place_is_recognised(line: str, place: str) -> None:
-    """The check above finds what it is for."""
+    """The check above finds paths of machines."""
     assert PLACES.search(line.format(place))
 
 

@@ -1,4 +1,4 @@
-"""README and docs say what is so.
+"""README and docs are true: their programs run, their links resolve, their tables are whole.
 
 Their programs run, and their links and references lead somewhere.
 """
@@ -43,7 +43,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    """The fenced blocks of a page that are of one kind."""
+    """Return the fenced blocks of a page that are of one kind."""
     return [text for found, text in _FENCE.findall(page.read_text()) if found == kind]
 
 
@@ -79,7 +79,7 @@ def test_pages_have_programs() -> None:
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
 def test_every_program_of_a_page_runs(page: Path) -> None:
-    """It ends well on a simulated GPU."""
+    """Each program succeeds on a simulated GPU."""
     found = [(f"{name_of(page)} {n}", text) for n, text in enumerate(blocks(page, "python"))]
     with TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -244,7 +244,7 @@ def test_a_command_that_is_named_exists(target: str) -> None:
 
 
 def _code(page: Path) -> str:
-    """What of a page is code: in backquotes, or indented."""
+    """Return the code of a page: text in backquotes, and indented lines."""
     text = page.read_text()
     return "\n".join(
         re.findall(r"`([^`\n]+)`", text) + re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE)
@@ -255,7 +255,7 @@ def _code(page: Path) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """The names of the tests of a module."""
+    """Return the names of the tests of a module."""
     return {
         node.name
         for node in ast.parse(path.read_text()).body
@@ -264,7 +264,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def behaviours() -> list[str]:
-    """The lines of the tables of behaviours, without their heads."""
+    """Return the lines of the tables of behaviours, without the header lines."""
     page = (ROOT / "tests/behaviours.md").read_text()
     _, *rows = re.split(r"^## ", page, flags=re.MULTILINE)
     tables = re.findall(r"^\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(rows), re.MULTILINE)

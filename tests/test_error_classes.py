@@ -71,7 +71,7 @@ def test_a_call_of_a_job_fails_as_its_class_says(
 @pytest.mark.parametrize("call", ["initialise", "retain_primary", "create_green"])
 @pytest.mark.parametrize("status", CLASSES[ErrorClass.ENVIRONMENT].values())
 def test_a_machine_that_is_not_set_up_is_one_sentence_at_open(status: str, call: str) -> None:
-    """Whichever call of `open` says so, the error is DriverUnavailable and says what to change."""
+    """If any call of `open` reports it, the error is DriverUnavailable and says what to do."""
     driver = simulated.open("h20", faults=[Fail(call, status=status)])
 
     async def main() -> None:

@@ -94,7 +94,7 @@ def test_a_closed_object_says_what_to_do(kind: type[errors.Closed]) -> None:
 def test_an_extra_is_installed_from_where_the_package_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkout names its folder, an installation the package: each command is true there."""
+    """The command names a checkout's folder, or the installed package, and works there."""
     checkout, site = tmp_path / "checkout", tmp_path / "site"
     for root in (checkout / "src", site):
         (root / "greensched").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What was measured is kept in few files: each is cited, and names the commit that it is of."""
+"""Measurements are kept in few files; each is cited, and names its commit."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def _ids(paths: list[Path]) -> list[str]:
 
 
 def test_few_files_are_kept() -> None:
-    """Per machine the newest of each kind."""
+    """Only the newest file of each kind is kept for each machine."""
     assert len(FILES) <= MOST_FILES
 
 
 def test_each_file_is_cited() -> None:
-    """A file that no page links to says nothing to any reader."""
+    """Each file is linked from a page."""
     assert [str(path) for path in FILES if path.resolve() not in _cited()] == []
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=_ids(RECORDS))
 def test_a_file_names_its_commit(record: Path) -> None:
-    """In its first line, or in JSON by a key; and it is no log of tests."""
+    """Each file names its commit, in its first line or a JSON key, and is no log of tests."""
     text = record.read_text()
     if record.suffix == ".json":
         assert re.fullmatch("[0-9a-f]{7,}", json.loads(text)["commit"])
@@ -54,6 +54,6 @@ def test_a_file_names_its_commit(record: Path) -> None:
 
 
 def test_a_link_into_the_records_leads_to_one() -> None:
-    """No page cites a file that is gone."""
+    """Each link into the measurements leads to a file."""
     links = (path for path in _cited() if KEPT in path.parents)
     assert [str(path) for path in links if not path.exists()] == []

@@ -1,4 +1,4 @@
-"""Without a GPU: what is not there is an error that names both ways out; nothing falls back."""
+"""Without a GPU a pool raises an error that names both remedies; nothing falls back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except greensched.GreenschedError as error:
 
 
 def has_driver() -> bool:
-    """Whether this machine has a CUDA driver, a real one or one that stands in for it."""
+    """Return whether this machine has a CUDA driver, real or stand-in."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -45,7 +45,7 @@ WITHOUT_DRIVER = pytest.mark.skipif(
 def run(
     options: str = "{}", variable: str | None = None, program: str = OPEN
 ) -> subprocess.CompletedProcess[str]:
-    """Open a pool in a fresh interpreter that knows of no driver but the system's own."""
+    """Open a pool in a fresh interpreter that finds only the system's driver."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -80,7 +80,7 @@ def test_without_a_gpu_both_ways_out_are_named(options: str, variable: str | Non
 
 @WITHOUT_DRIVER
 def test_the_argument_goes_before_the_environment() -> None:
-    """A driver named in the program is the one that is used, whatever the environment says."""
+    """The driver that the program names takes precedence over the environment's."""
     assert run("{'driver': 'cuda'}", "simulated:h200").stdout.startswith("DriverUnavailable")
     assert run("{'driver': 'simulated:a100'}", "cuda").stdout == "1 Simulated A100 SXM 108\n"
 
@@ -95,7 +95,7 @@ def test_the_argument_goes_before_the_environment() -> None:
     ],
 )
 def test_the_environment_may_ask_for_a_simulation(variable: str, said: str) -> None:
-    """GREENSCHED_DRIVER chooses for a program that names no driver."""
+    """GREENSCHED_DRIVER is the driver of a program that names none."""
     done = run(variable=variable)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, said, "")
 
@@ -133,13 +133,13 @@ def test_a_driver_that_is_none_is_refused(
 
 
 def test_a_simulation_is_opened_anew_each_time() -> None:
-    """Two pools that ask for a simulation by name have machines of their own."""
+    """Two pools that name a simulated driver have separate machines."""
     assert drivers.open("simulated:h200") is not drivers.open("simulated:h200")
 
 
 @WITHOUT_DRIVER
 def test_nothing_is_left_after_a_failed_opening() -> None:
-    """A pool that found no driver is as it was before, and closing it is quiet."""
+    """A pool that found no driver has not changed, and closing it raises nothing."""
     program = """
 import asyncio
 import greensched

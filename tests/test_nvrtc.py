@@ -24,7 +24,7 @@ extern "C" __global__ void saxpy(float a, const float *x, float *y, int n) {
 
 @pytest.fixture(scope="module")
 def compiler() -> Any:
-    """The binding, where NVRTC is installed."""
+    """Return the binding; skip the test if NVRTC is not installed."""
     try:
         nvrtc.version()
     except errors.DriverUnavailable as error:
@@ -55,7 +55,7 @@ def test_a_mistake_is_told_with_its_line(compiler: Any) -> None:
 
 
 def test_the_preprocessors_text_is_reported(compiler: Any) -> None:
-    """It has the source with its macros expanded; options that are refused leave it unknown."""
+    """The text has expanded macros; with refused options there is no text."""
     text = compiler.preprocess("int x = A;", name="a.cu", arch="sm_90", options=["-DA=41"])
     assert re.search(rb"int x ?= ?41;", text)
     assert compiler.preprocess("", name="a.cu", arch="sm_90", options=["--no-such"]) is None
@@ -63,14 +63,14 @@ def test_the_preprocessors_text_is_reported(compiler: Any) -> None:
 
 @pytest.mark.fault("I6")
 def test_without_proc_the_text_is_not_known(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where NVRTC cannot open the files that it is to write, nothing is told, and nothing fails."""
+    """If NVRTC cannot write its files, there is no text and no error."""
     monkeypatch.setattr(nvrtc, "_path", lambda file: f"/nowhere/{file}")
     assert compiler.preprocess("int x;", name="a.cu", arch="sm_90") is None
 
 
 @pytest.mark.parametrize("arch", ["sm_1", "compute_90", "no such thing"])
 def test_an_architecture_without_machine_code_is_reported(compiler: Any, arch: str) -> None:
-    """What is no real architecture of this compiler raises CompileFailed, and says so."""
+    """An architecture that the compiler lacks raises CompileFailed, which names it."""
     with pytest.raises(errors.CompileFailed, match=r"arch|real architecture"):
         compiler.compile(SAXPY, name="saxpy.cu", arch=arch)
 
@@ -87,7 +87,7 @@ def test_options_reach_the_compiler(compiler: Any) -> None:
 
 
 def test_a_folder_of_headers_may_be_given(compiler: Any, tmp_path: Path) -> None:
-    """A header in a folder named by the options is found, and before the runtime's own."""
+    """A header in a folder of the options is found before the runtime's own."""
     (tmp_path / "cuda_fp16.h").write_text('extern "C" __global__ void mine() {}\n')
     cubin = compiler.compile(
         "#include <cuda_fp16.h>",
@@ -99,7 +99,7 @@ def test_a_folder_of_headers_may_be_given(compiler: Any, tmp_path: Path) -> None
 
 
 def test_the_runtimes_headers_are_found(compiler: Any) -> None:
-    """A source may include cuda_fp16.h without saying where it is."""
+    """A source may include cuda_fp16.h without a folder."""
     if not compiler.header_folders():
         pytest.skip("no headers of the CUDA runtime: they come with greensched[nvrtc]")
     source = """
@@ -110,7 +110,7 @@ def test_the_runtimes_headers_are_found(compiler: Any) -> None:
 
 
 def test_no_headers_are_no_error(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no headers are installed, or cuda-pathfinder is too old to look, none are offered."""
+    """Without headers, or with an old cuda-pathfinder, no folder is given to the compiler."""
     find = compiler.header_folders.__wrapped__
     monkeypatch.setattr(nvrtc.pathfinder, "find_nvidia_header_directory", lambda name: None)
     assert find() == ()
@@ -119,14 +119,14 @@ def test_no_headers_are_no_error(compiler: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_version_is_a_pair(compiler: Any) -> None:
-    """The compiler tells its version as two numbers."""
+    """The compiler's version is two numbers."""
     major, minor = compiler.version()
     assert major >= 12
     assert minor >= 0
 
 
 def test_an_unknown_status_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A status the wheel has no name for is a CompileFailed, not a KeyError."""
+    """A status without a name is a CompileFailed, not a KeyError."""
 
     class Newer:
         @staticmethod
@@ -139,7 +139,7 @@ def test_an_unknown_status_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_compiler_is_reported() -> None:
-    """Without NVRTC every call says what to install, and importing the binding does not fail."""
+    """Without NVRTC every call says what to install; the import succeeds."""
     code = """
         import cuda.pathfinder
 

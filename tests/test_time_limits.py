@@ -1,4 +1,4 @@
-"""A test that hangs is ended, whatever its cleanup does."""
+"""A test that hangs is ended, even if its cleanup hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_test_that_hangs_in_its_cleanup_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.fault("I14")
 def test_a_process_ends_after_the_limit_of_its_test(pytestconfig: pytest.Config) -> None:
-    """The limit that ends the process is the longer one, or no failure would be reported."""
+    """The limit of the process exceeds a test's, so that the failure is reported."""
     of_test, of_process = (
         float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")
     )

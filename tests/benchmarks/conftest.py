@@ -1,4 +1,4 @@
-"""The benchmarks stand at the root, which not every way to start pytest makes importable."""
+"""Make the benchmarks importable: not every way to start pytest adds the root to the path."""
 
 from __future__ import annotations
 

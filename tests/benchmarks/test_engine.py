@@ -41,7 +41,7 @@ def test_a_trace_is_replayed_at_a_rate(tmp_path: Path) -> None:
 
 
 def timed(first: float, gaps: list[float], wanted: int) -> engine.Timed:
-    """A sequence that came at 0 and received its tokens at these times."""
+    """Return a sequence that arrived at 0 and received its tokens at these times."""
     found = engine.Timed([1], wanted)
     found.came, at = 0.0, first
     found.times = [at, *(at := at + gap for gap in gaps)]
@@ -120,7 +120,7 @@ def test_two_devices_share_the_requests() -> None:
 
 
 class Watched:
-    """The small model, which keeps on how many SMs each pass ran."""
+    """The small model, which records the SMs of each pass."""
 
     def __init__(self) -> None:
         self._small = small_model()
@@ -176,7 +176,7 @@ def test_a_step_of_many_sequences_has_all_sms(growing: int, quiet: float, sms: i
 
 
 def small_model() -> Any:
-    """The example's small model, which the benchmark's module has put on the path."""
+    """Return the example's small model, which the benchmark's module has put on the path."""
     import small
 
     return small.Small()

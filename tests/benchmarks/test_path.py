@@ -90,7 +90,7 @@ _HIGH = """
 def modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[ModuleType, ModuleType]]:
-    """Two modules, of which the second is above the first."""
+    """Create two modules, of which the second is above the first."""
     (tmp_path / "low.py").write_text(dedent(_LOW))
     (tmp_path / "high.py").write_text(dedent(_HIGH))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -16,7 +16,7 @@ SMS = 132
 
 
 class Watched:
-    """A small model that keeps its passes: what it is, rows of a step, and tokens that are read."""
+    """A small model that records its passes: the model, rows of a step, and tokens read."""
 
     def __init__(self, name: str, ran: list[tuple[str, int, int]]) -> None:
         import small

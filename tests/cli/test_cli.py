@@ -36,7 +36,7 @@ ROW = {
 
 
 def program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command as a shell starts it."""
+    """Return the command as a shell starts it."""
     environment = {key: value for key, value in os.environ.items() if key != drivers.VARIABLE}
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "greensched", *arguments],

@@ -150,7 +150,7 @@ PROCESSES = "4242, /usr/bin/python3, 1024\n"
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name, which answers as the real one does (`csv,noheader,nounits`)."""
+    """Create a program of that name that answers as the real one (`csv,noheader,nounits`)."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
         f'#!/bin/sh\ncase "$1" in *compute-apps*) printf "{PROCESSES}";; *) printf "{GPU}";; esac\n'

@@ -23,7 +23,7 @@ def decode(batch):
 
 
 def short(patch: pytest.MonkeyPatch) -> None:
-    """Repeat as little as gives figures."""
+    """Repeat measurements as few times as possible."""
     for name in ("HOST_REPEATS", "PASS_REPEATS"):
         patch.setattr(measuring, name, 2)
     patch.setattr(measuring, "WARM", 0)

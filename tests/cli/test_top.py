@@ -24,7 +24,7 @@ ESCAPE = "\x1b"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the sockets of a test are."""
+    """Return the folder of a test's sockets."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / "greensched"
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def taken() -> Snapshot:
-    """A pool in which SMs are leased, lent, draining and free, and three requests wait."""
+    """Return the snapshot of a pool with leased, lent, draining and free SMs, and a queue."""
     found: list[Snapshot] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -41,7 +41,7 @@ def taken() -> Snapshot:
 
 
 def drawn(*snapshots: Snapshot, width: int = 80, in_ascii: bool = False, **options: Any) -> str:
-    """What a console prints."""
+    """Return what a console prints."""
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if in_ascii else "utf-8")
     before = [one.as_dict() for one in options.pop("before", ())]
     problems = options.pop("problems", ())
@@ -248,7 +248,7 @@ def test_a_pool_that_does_not_answer_is_named_beside_others(
 
 @pytest.fixture
 def screens(monkeypatch: pytest.MonkeyPatch, taken: Snapshot) -> list[float]:
-    """A pool that answers; the third wait is interrupted."""
+    """Return the screens of a pool until an interrupt at the third wait."""
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:

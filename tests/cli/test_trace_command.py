@@ -45,7 +45,7 @@ RECORDS = [
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """The file of a trace of `RECORDS`."""
+    """Return the file of a trace of `RECORDS`."""
     path = tmp_path / "t.perfetto-trace"
     writer = PerfettoWriter([DEVICE], 0.0)
     for record in RECORDS:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The example as a module of its own, on a simulated GPU that nothing may be left on."""
+    """Import the example on a simulated GPU, and check that nothing is left there."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     spec = importlib.util.spec_from_file_location("async_service", EXAMPLE)
     assert spec is not None
@@ -52,7 +52,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @dataclass
 class Service:
-    """A running one."""
+    """A running service."""
 
     server: uvicorn.Server
     client: httpx.AsyncClient
@@ -63,13 +63,13 @@ class Service:
         return self.server.lifespan.state["pool"]  # type: ignore[no-any-return]
 
     def post(self, image: np.ndarray = IMAGE, **query: object) -> asyncio.Task[httpx.Response]:
-        """Sends an image; the response, once it is awaited."""
+        """Send an image, and return the response."""
         return asyncio.create_task(self.client.post("/blur", params=query, content=npy(image)))
 
 
 @asynccontextmanager
 async def serving(example: ModuleType) -> AsyncIterator[Service]:
-    """The service while it runs; stopped as by a signal."""
+    """Run the service, and stop it as a signal does."""
     server = uvicorn.Server(uvicorn.Config(example.app, port=0, log_config=None))
     running = asyncio.create_task(server.serve())
     await until(lambda: server.started)

@@ -62,7 +62,7 @@ PYTHON = (sys.executable, "-W", "error")
 
 
 def environment(driver: str) -> dict[str, str]:
-    """No GPU is visible; the driver is the given one."""
+    """Return an environment with this driver and without a visible GPU."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": "", "GREENSCHED_DRIVER": driver}
 
 

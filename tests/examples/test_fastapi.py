@@ -40,7 +40,7 @@ for folder in folders.split(":"):
 
 
 def run_tests(*folders: Path) -> tuple[list[int], str]:
-    """The exit codes, and what was printed."""
+    """Run tests; return the exit code and the output."""
     done = subprocess.run(
         [sys.executable, "-c", EACH, *PYTEST, ":".join(map(str, folders))],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The orders of passes of the inference server's engine, on a place of the test's own."""
+"""The orders of passes of the inference server's engine, on a test's own place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 6
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ModuleType]:
-    """The example's module, with its small model; its modules have plain names."""
+    """Import the example's module with its small model; its modules have plain names."""
     sys.path.insert(0, str(EXAMPLE))
     try:
         found = importlib.import_module("engine")
@@ -37,7 +37,7 @@ def engine() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def expected(engine: ModuleType) -> list[list[int]]:
-    """The answers without a cache: all is read anew for each token."""
+    """Return the answers without a cache: everything is read again for each token."""
     answers = []
     for prompt in PROMPTS:
         model, found = engine.small.Small(), list[int]()
@@ -49,7 +49,7 @@ def expected(engine: ModuleType) -> list[list[int]]:
 
 
 class Device:
-    """A place whose passes take a turn of the loop each, one after another."""
+    """A place whose passes each take one turn of the loop, one after another."""
 
     def __init__(self, module: ModuleType, model: Any, *, ahead: int) -> None:
         self._module, self._model, self._ahead = module, model, ahead

@@ -35,7 +35,7 @@ PROMPTS = [[SEED.randrange(500) for _ in range(SEED.randint(1, 60))] for _ in ra
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[ModuleType]:
-    """The example's model for simulated GPUs; its modules have plain names."""
+    """Return the example's model for simulated GPUs; its modules have plain names."""
     sys.path.insert(0, str(EXAMPLE))
     try:
         yield importlib.import_module("small")
@@ -46,7 +46,7 @@ def small() -> Iterator[ModuleType]:
 
 
 def read(small: ModuleType, prompt: list[int], tokens: int) -> list[int]:
-    """The answer without a cache: all is read anew for each token."""
+    """Return the answer without a cache: everything is read again for each token."""
     model, found = small.Small(), list[int]()
     for _ in range(tokens):
         piece = small.Piece(0, prompt + found, 0, is_last=True)
@@ -55,7 +55,7 @@ def read(small: ModuleType, prompt: list[int], tokens: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[int]:
-    """What is streamed to a client that stays; each event ends with an empty line."""
+    """Return what is streamed to a client that stays; each event ends with an empty line."""
     asked = {"prompt": prompt, "tokens": tokens}
     async with client.stream("POST", "/generate", json=asked) as response:
         assert response.status_code == 200
@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> list
 
 
 async def leave(client: httpx.AsyncClient, prompt: list[int]) -> None:
-    """Hangs up when the first token is there."""
+    """Disconnect at the first token."""
     asked = {"prompt": prompt, "tokens": 100}
     async with client.stream("POST", "/generate", json=asked) as response:
         async for line in response.aiter_lines():

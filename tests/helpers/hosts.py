@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Said:
-    """The output of a host, as it comes."""
+    """The output of a host, line by line."""
 
     def __init__(self) -> None:
         self.text = ""

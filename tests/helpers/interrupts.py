@@ -15,7 +15,7 @@ from helpers.waiting import until
 
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """A Ctrl-C comes once the condition holds; the block must end with KeyboardInterrupt."""
+    """Send a Ctrl-C once the condition holds; the block must end with KeyboardInterrupt."""
     main, done, seen = threading.get_ident(), threading.Event(), threading.Event()
 
     def is_seen() -> bool:

@@ -1,4 +1,4 @@
-"""What the pools of a process keep for later pools, for tests that judge what is left."""
+"""Destroy what the pools of a process keep for later pools, for tests of leaks."""
 
 from __future__ import annotations
 

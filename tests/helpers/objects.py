@@ -1,4 +1,4 @@
-"""Count the library's objects, for tests that judge what is left."""
+"""Count the library's objects, for tests of leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates what the alerts of examples/observability use of PromQL, on scraped samples."""
+"""Evaluate the part of PromQL that examples/observability uses, on scraped samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def nodes(node: Any) -> Iterator[Any]:
-    """Every part of a parsed query."""
+    """Yield every part of a parsed query."""
     yield node
     children = [getattr(node, name, None) for name in ("lhs", "rhs", "expr", "vector_selector")]
     for child in (*children, *(getattr(node, "args", None) or ())):
@@ -55,7 +55,7 @@ class Series:
         self._scrapes: list[tuple[float, Samples]] = []
 
     def scrape(self, now: float) -> None:
-        """Collects all samples at a time in seconds."""
+        """Collect all samples at a time in seconds."""
         found: Samples = {}
         for family in self._registry.collect():
             for sample in family.samples:
@@ -94,7 +94,7 @@ class Series:
         return self._increase(matrix, per_second={"rate": True, "increase": False}[node.func.name])
 
     def _increase(self, matrix: promql.MatrixSelector, *, per_second: bool) -> Vector:
-        """The increase from the first sample in the range to the last, not extrapolated."""
+        """Return the increase from the range's first sample to its last, not extrapolated."""
         now, last = self._scrapes[-1]
         begin, name = now - matrix.range.total_seconds(), matrix.vector_selector.name
         found = {}
@@ -170,7 +170,7 @@ def _kept(labels: Labels, modifier: promql.LabelModifier | None) -> Labels:
 
 
 def _quantiles(quantile: float, buckets: Vector) -> Vector:
-    """The upper bound of the bucket that has the quantile, for each histogram."""
+    """Return, for each histogram, the upper bound of the bucket with the quantile."""
     groups: dict[Labels, list[tuple[float, float]]] = {}
     for labels, count in buckets.items():
         bound = float(dict(labels)["le"])

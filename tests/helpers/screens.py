@@ -1,4 +1,4 @@
-"""A pool in a state worth looking at, in virtual time; and the pictures of `greensched top`.
+"""Set up a pool with leases of every kind in virtual time; draw `greensched top`.
 
 `python -m tests.helpers.screens FOLDER` draws it at 80 and 200 columns, light and dark, as SVG.
 """
@@ -34,7 +34,7 @@ CLASSES = (
 
 
 def in_scene(then: Callable[[Pool], None]) -> None:
-    """Calls a function while SMs are leased, lent, draining and free, and three requests wait."""
+    """Call a function while SMs are leased, lent, draining and free, and three requests wait."""
     gpu = SimGPU()
 
     async def main() -> None:
@@ -103,7 +103,7 @@ FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.D
 
 
 def draw(snapshot: Snapshot, width: int, theme: str) -> str:
-    """The screen as SVG."""
+    """Return the screen as SVG."""
     console = Console(
         file=io.StringIO(), record=True, width=width, force_terminal=True, color_system="256",
         highlight=False, markup=False, legacy_windows=False,
