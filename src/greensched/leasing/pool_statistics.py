@@ -93,7 +93,8 @@ class LeaseInfo:
         sms: The number of its SMs; `cells` is their bit mask.
         since: When it was granted, in seconds as in `Record.time`.
         draining_since: When its block was left, if its work still runs; otherwise None.
-        place: Where the code took it, if known, as for a range of sizes; otherwise "".
+        place: Where the code took it; "" if unknown. It is known for a range of sizes, and for all
+            leases with `hang_after` or in Python's development mode.
     """
 
     holder: str
