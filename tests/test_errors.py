@@ -91,6 +91,12 @@ def test_a_closed_object_says_what_to_do(kind: type[errors.Closed]) -> None:
     assert str(kind("this", "closing")) == "this is closing"
 
 
+def test_one_request_is_not_several() -> None:
+    """A full queue of one, as in the tutorial, is told in the singular."""
+    assert str(errors.QueueFull(1, 0.02)) == "1 request is waiting already; retry in 0.02 s"
+    assert str(errors.QueueFull(2, 0.02)).startswith("2 requests are waiting")
+
+
 def test_an_extra_is_installed_from_where_the_package_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -403,7 +403,8 @@ class QueueFull(GreenschedError):
     def __init__(self, waiting: int, retry_after: float) -> None:
         self.waiting = waiting
         self.retry_after = retry_after
-        super().__init__(f"{waiting} requests are waiting already; retry in {retry_after:.3g} s")
+        requests = "request is" if waiting == 1 else "requests are"
+        super().__init__(f"{waiting} {requests} waiting already; retry in {retry_after:.3g} s")
 
 
 class DeadlineExceeded(GreenschedError, TimeoutError):
