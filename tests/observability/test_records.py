@@ -399,13 +399,14 @@ def test_leases_that_are_kept_are_counted(classes: tuple[ServiceClass, ...]) -> 
 
 
 def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
-    """Opening, refusing, expiring and closing each log one line."""
+    """Opening, refusing, expiring, changing and closing each log one line."""
     caplog.set_level(logging.DEBUG, "greensched")
 
     async def test(pool: Pool, seen: list[Record]) -> None:
         async with pool.partition(ALL):
             with pytest.raises(DeadlineExceeded):
                 await asyncio.create_task(ask(pool))
+        pool.reconfigure(services=[ServiceClass("chat"), ServiceClass("batch")], policy="fair")
 
     async def ask(pool: Pool) -> None:
         async with pool.partition(8, deadline=0.010):
@@ -413,6 +414,8 @@ def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
 
     run(test)
     text = caplog.text
+    assert "the pool's classes are now: chat, batch\n" in text
+    assert "the pool's policy is now: fair\n" in text
     assert "a pool is open over" in text
     assert "expired a queued request" in text
     assert "the pool is closed" in text

@@ -531,6 +531,12 @@ class LeaseManager:
                     missing = [m for m in homes if m not in device_pool.executors]
                     self.scheduler.missing_executors.update({(index, m): None for m in missing})
         self.notify_granted(granted)
+        if services is not None:
+            names = ", ".join(service.name for service in services) or "none"
+            self.records.tell_rarely("the pool's classes are now: %s", names, level=logging.INFO)
+        if policy is not None:
+            name = type(policy).__name__.lower()
+            self.records.tell_rarely("the pool's policy is now: %s", name, level=logging.INFO)
 
     def _set_quotas(self, services: Sequence[ServiceClass]) -> None:
         """Set each class's memory quota. A class whose quota was removed is still counted."""
