@@ -57,18 +57,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "GREENSCHED_STANDIN_LIB" in os.environ:  # or its GPU would have one pool on this machine
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
 
-#: Between those it need not look often: pools make much at once that stays until they end.
+#: Few automatic collections: a pool makes many objects at once, which live until its end.
 gc.set_threshold(100_000, 50, 50)
-#: So many tests leave about as much in caches as one collection has to look at without them.
+#: Tests between two freezes: they leave about as many cached objects as one collection visits.
 OFTEN = 20
 _begun = itertools.count()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Has the collector pass over all that is imported or cached by now, between tests.
+    """Exclude what is imported or cached by now from garbage collection.
 
-    It stays as long as the process, and most tests collect to see that nothing of theirs is left:
-    without this the suite spends most of its time on looking at the same things again.
+    It lives as long as the process. Most tests collect garbage to check that nothing is left, and
+    would look at the same objects again each time.
     """
     if next(_begun) % OFTEN == 0:
         gc.collect()
