@@ -406,6 +406,13 @@ def test_traffic_without_end_is_refused(tmp_path: Path) -> None:
         run_experiment(Experiment(policies=("streams",), trace=path, services="w2"))
 
 
+@pytest.mark.parametrize(("generator", "classes"), [("poisson", "w2"), ("requests", "llm")])
+def test_traffic_without_its_classes_is_refused(generator: str, classes: str) -> None:
+    """Tokens need classes for them, and requests of a class need that class: either is changed."""
+    with pytest.raises(InvalidRequest, match=r"other --services.* another trace or generator"):
+        run_experiment(Experiment(policies=("streams",), generator=generator, services=classes))
+
+
 def test_a_plot_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,8 +140,8 @@ class _TrafficSource:
         tokens = any(not arrival.service for arrival in traffic)
         if tokens and not any(service.role == "prefill" for service in classes.values()):
             raise InvalidRequest(
-                "the traffic has token counts: give services with one class of role prefill and "
-                "one of role decode"
+                "the traffic has token counts: choose other --services, such as llm, with one "
+                "class of role prefill and one of role decode, or another trace or generator"
             )
 
 
