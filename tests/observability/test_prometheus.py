@@ -136,6 +136,19 @@ def test_metrics_agree_with_the_records(gpu: SimGPU, registry: CollectorRegistry
     assert found["wake_seconds_count"][()] == queued - 2  # one was cancelled, one expired
 
 
+def test_a_simulated_driver_is_seen(gpu: SimGPU, registry: CollectorRegistry) -> None:
+    """A service that was left on a simulated GPU by its environment can be found."""
+
+    async def main() -> Scrape:
+        async with gpu.pool() as pool:
+            export(pool, registry=registry)
+            return Scrape(registry)
+
+    ((labels, value),) = gpu.run(main)["pool_info"].items()
+    assert "simulated" in labels
+    assert value == 1
+
+
 def test_what_is_held_is_shown(gpu: SimGPU, registry: CollectorRegistry) -> None:
     """SMs and leases by state, the oldest lease, reserves, loans and waiting requests."""
 

@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
 #: Each metric's kind, description, and labels beside `pool`, by its name without `greensched_`. A
 #: device is a GPU's UUID. A service is a class; "" is for requests without a class.
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
-    "pool_info": (GaugeMetricFamily, "1: what a pool runs.", ("version", "completion")),
+    "pool_info": (GaugeMetricFamily, "1: what a pool runs.", ("version", "driver", "completion")),
     "pool_ready": (GaugeMetricFamily, "1 while the pool grants leases, else 0.", ()),
     "pool_fault": (
         GaugeMetricFamily,
@@ -191,7 +191,8 @@ class _Samples:
         if reading.statistics is None:
             return
         version = getattr(greensched, "__version__", "")
-        self._add("pool_info", 1, version, reading.statistics.completion)
+        driver = reading.devices[0].device.driver.name  # tells a service on a simulated GPU
+        self._add("pool_info", 1, version, driver, reading.statistics.completion)
         for device in reading.devices:
             self._add_device(device)
         for service, of_class in reading.statistics.services.items():
