@@ -332,6 +332,26 @@ async def test_nothing(sim_pool):
     assert len([line for line in result.outlines if "what held which SMs" in line]) == 1
 
 
+def test_a_failed_test_shows_the_kernels_of_a_programs_own_pool(suite: pytest.Pytester) -> None:
+    """A pool that the program makes itself is not watched, but its machine is."""
+    source = """
+async def test_it(sim_gpu):
+    async with Pool(driver=sim_gpu.driver) as pool, pool.partition(16) as p:
+        await p.launch(CONFIG, spin, 8 * MS)
+        await asyncio.sleep(0.008)
+        assert False
+"""
+    result = run(suite, source, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "* what held which SMs *",
+            "SMs by time, 0.000* to 0.016* s: A spin; lower case: draining; '.': free",
+            f"GPU 0 SM * |{'A' * 32}{'.' * 32}|",
+        ],
+        consecutive=True,
+    )
+
+
 def test_a_failed_test_is_one_failure(suite: pytest.Pytester) -> None:
     """A failed test is not also blamed for what its traceback keeps alive."""
     run(

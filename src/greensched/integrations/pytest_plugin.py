@@ -23,7 +23,7 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
 
     An async test that uses it runs on its clock. If a test passed but something is still leased or
     alive on the GPU, the test fails and lists it. The report of a failed test shows which leases of
-    the pools of `sim_pool` held which SMs, and when.
+    the pools of `sim_pool`, and which kernels of other pools, had which SMs, and when.
     """
     from greensched.integrations.testing import SimGPU
 

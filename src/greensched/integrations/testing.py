@@ -18,6 +18,7 @@ from greensched.driver.simulated import Fault, Hang, SimulatedDriver, Span
 from greensched.errors import InvalidRequest
 from greensched.observability import sm_map
 from greensched.observability.lease_history import LeaseHistory, TracedDevice
+from greensched.observability.lease_history import Span as HeldSpan
 from greensched.observability.snapshot import DeviceSnapshot
 from greensched.typing import T
 
@@ -68,10 +69,10 @@ class SimGPU:
 
     def __init__(self, seed: int = 0) -> None:
         self.clock = simulated.VirtualClock(seed)
-        self._machines: list[tuple[SimulatedDriver, tuple[Fault, ...]]] = []
+        self._machines: list[_Machine] = []
         self._pools: list[Pool] = []
-        self._watched: list[_WatchedPool] = []
-        self._spans: list[Span] = []
+        #: What the map shows: leases of `pool`, and kernels on machines of a program's own pools.
+        self._watched: list[_WatchedPool | _Machine] = []
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -92,16 +93,20 @@ class SimGPU:
         Raises:
             InvalidRequest: There is no such machine.
         """
+        machine = self._add(what, faults)
+        self._watched.append(machine)
+        return machine.driver
+
+    def _add(self, what: str | int, faults: Iterable[Fault]) -> _Machine:
         script = tuple(faults)
         spec = what if isinstance(what, str) else [_model(what)]
-        driver = simulated.open(spec, clock=self.clock, faults=script)
-        driver.on_span(self._spans.append)
-        self._machines.append((driver, script))
-        return driver
+        machine = _Machine(simulated.open(spec, clock=self.clock, faults=script), script)
+        self._machines.append(machine)
+        return machine
 
     def pool(self, sms: int = 132, *, faults: Iterable[Fault] = (), **options: Any) -> Pool:
         """Make a pool over its own machine; see `SimPool`."""
-        pool = Pool(driver=self.open(sms, faults=faults), **options)
+        pool = Pool(driver=self._add(sms, faults).driver, **options)
         self._pools.append(pool)
         self._watched.append(_WatchedPool(pool))
         return pool
@@ -141,7 +146,7 @@ class SimGPU:
             kernel: a kernel, or its name, to return only its launches.
         """
         name = _name(kernel)
-        kernels = (span for span in self._spans if span.kind == "kernel")
+        kernels = (span for machine in self._machines for span in machine.kernels)
         launches = [_launched(span) for span in kernels if name in (None, span.name)]
         return sorted(launches, key=lambda launch: (launch.start, launch.end))
 
@@ -235,7 +240,10 @@ class SimGPU:
         return "\n".join(["what ran:", *rows])
 
     def map(self) -> str:
-        """Return lines of text that show which leases held which SMs, for the pools of `pool`."""
+        """Return lines of text that show what had which SMs when.
+
+        For the pools of `pool` that is each lease, and for a machine of `open` each kernel.
+        """
         return "\n".join(line for watched in self._watched for line in watched.map(self.time))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -247,8 +255,9 @@ class SimGPU:
         """
         open_pools = [pool for pool in self._pools if pool.state in _OPEN]
         left = [f"a pool that was not closed, {pool!r}" for pool in open_pools]
-        for driver, faults in self._machines:
-            if not _leaves_on_purpose(driver, faults) and driver.live():
+        for machine in self._machines:
+            driver = machine.driver
+            if not _leaves_on_purpose(driver, machine.faults) and driver.live():
                 gc.collect()  # uncollected garbage is not a leak
                 alive = ", ".join(f"{number} x {kind}" for kind, number in driver.live().items())
                 left += [f"alive on the GPU: {alive}"] if alive else []
@@ -261,9 +270,40 @@ class SimGPU:
             if pool.state in _OPEN:
                 with suppress(Exception):  # the leak is reported anyway
                     self.run(pool.aclose, 0)
-        for driver, _ in self._machines:
-            driver.close()
+        for machine in self._machines:
+            machine.driver.close()
         return leftovers
+
+
+class _Machine:
+    """A simulated machine, and the kernels that have run on it."""
+
+    def __init__(self, driver: SimulatedDriver, faults: tuple[Fault, ...]) -> None:
+        self.driver = driver
+        self.faults = faults
+        self.kernels: list[Span] = []
+        driver.on_span(self._add)
+
+    def _add(self, span: Span) -> None:
+        if span.kind == "kernel":
+            self.kernels.append(span)
+
+    def map(self, now: float) -> list[str]:
+        ran = [_held(span) for span in self.kernels[-MOST_SPANS:]]
+        if not ran:
+            return []
+        facts = [device.model.facts(i) for i, device in enumerate(self.driver.devices)]
+        devices = [
+            TracedDevice(fact.ordinal, fact.name, fact.uuid, fact.sm_count, fact.sm_count, 1)
+            for fact in facts
+        ]
+        return sm_map.text(ran, devices, min(span.start for span in ran), now)
+
+
+def _held(span: Span) -> HeldSpan:
+    """Return the run of a kernel as a lease of its SMs, each of which is a cell."""
+    start, end = span.start / 1e9, span.end / 1e9
+    return HeldSpan(0, span.name, "", span.device, span.sms, span.sms.bit_count(), start, end)
 
 
 class _WatchedPool:
