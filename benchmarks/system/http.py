@@ -189,7 +189,11 @@ class Load:
             await asyncio.gather(*(self.summed(p, np.zeros(1, np.float32)) for p in partitions))
 
     async def _kill(self, address: str, number: int, rate: float) -> Row:
-        """Return the time from the end of the running jobs until killed clients' SMs were free."""
+        """Return how long after the end of their jobs the SMs of killed clients were free.
+
+        The server learns of a disconnect some turns of its loop later, and may begin a queued
+        client's job meanwhile. The time until the last such job began counts, too.
+        """
         rng, late = random.Random(1), []
         for _ in range(number):
             process = await _start(address, seconds=60, rate=rate)
@@ -201,9 +205,11 @@ class Load:
             while self.pool.statistics().leases:  # noqa: ASYNC110  another lease's end has no event
                 await asyncio.sleep(SAMPLE_S)
             free = self.driver.time()
-            late.append(free - max([gone, *(end for start, end in self.ran if start <= gone)]))
+            begun = max([gone, *(start for start, _ in self.ran)])
+            ended = max([gone, *(end for _, end in self.ran)])
+            late.append(begun - gone + free - ended)
             await process.wait()
-        what = f"clients killed {number} times: SMs free, after their jobs' end | allowed, longest"
+        what = f"clients killed {number} times: SMs free, beside their jobs | allowed, longest"
         worst = max(late)
         bar = f"<= {1e3 * MOST_S:g} ms"
         return Row(what, 1e3 * worst, 1e3 * MOST_S, "ms", bar=bar, passed=worst <= MOST_S)
