@@ -73,8 +73,9 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     If no file can be locked, log a warning and continue.
     """
     try:
-        folder = own_folder(Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}"))
-        file = os.open(folder / f"{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        path = _lock_path(uuid)
+        own_folder(path.parent)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         logger.warning("other processes' pools on GPU %s are not looked for: %s", uuid, error)
         return
@@ -90,17 +91,20 @@ def _lock_gpu(key: tuple[int, int], uuid: str) -> None:
     _files[key] = file
 
 
+def _lock_path(uuid: str) -> Path:
+    return Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}", f"{uuid}.lock")
+
+
 def other_holder(uuid: str) -> int | None:
     """Return the other process of this user whose pool has a GPU; 0 if its ID is unknown.
 
     None means that no such process has it, or that MPS runs. Only for a process without a pool: the
     kernel releases every lock of a process on a file as soon as the process closes that file.
     """
-    path = Path(tempfile.gettempdir(), f"greensched-{os.geteuid()}", f"{uuid}.lock")
     if mps.is_running():
         return None
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        file = os.open(_lock_path(uuid), os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
