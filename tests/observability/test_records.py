@@ -415,7 +415,7 @@ def test_rare_events_have_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     run(test)
     text = caplog.text
     assert "the pool's classes are now: chat, batch\n" in text
-    assert "the pool's policy is now: fair\n" in text
+    assert "the pool's policy is now: Fair\n" in text
     assert "a pool is open over" in text
     assert "expired a queued request" in text
     assert "the pool is closed" in text

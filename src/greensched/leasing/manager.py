@@ -535,7 +535,7 @@ class LeaseManager:
             names = ", ".join(service.name for service in services) or "none"
             self.records.tell_rarely("the pool's classes are now: %s", names, level=logging.INFO)
         if policy is not None:
-            name = type(policy).__name__.lower()
+            name = type(policy).__name__
             self.records.tell_rarely("the pool's policy is now: %s", name, level=logging.INFO)
 
     def _set_quotas(self, services: Sequence[ServiceClass]) -> None:
