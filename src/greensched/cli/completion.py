@@ -1,6 +1,6 @@
 """Completion in bash of values with a colon, such as `simulated:h200`.
 
-Bash splits what was typed at each colon, and replaces only what is behind the last one.
+Bash splits the typed text at each colon, and replaces only the text behind the last one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 
 class ColonComplete(BashComplete):
-    """Completes words that bash has split at colons."""
+    """Complete words that bash has split at colons."""
 
-    #: What of the incomplete word stands before the part that bash replaces.
+    #: The part of the incomplete word that bash keeps, before the part that it replaces.
     _kept = ""
 
     def get_completion_args(self) -> tuple[list[str], str]:

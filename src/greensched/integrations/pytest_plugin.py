@@ -22,8 +22,8 @@ def sim_gpu(request: pytest.FixtureRequest) -> Generator[SimGPU]:
     """Simulate a GPU in virtual time, with assertions on what ran on it.
 
     An async test that uses it runs on its clock. If a test passed but something is still leased or
-    alive on the GPU, the test fails and lists it. The report of a failed test shows which leases of
-    the pools of `sim_pool`, and which kernels of other pools, had which SMs, and when.
+    alive on the GPU, the test fails and lists it. The report of a failed test shows which SMs
+    the leases of the pools of `sim_pool`, and the kernels of other pools, had at which time.
     """
     from greensched.integrations.testing import SimGPU
 

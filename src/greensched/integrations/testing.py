@@ -240,9 +240,9 @@ class SimGPU:
         return "\n".join(["what ran:", *rows])
 
     def map(self) -> str:
-        """Return lines of text that show what had which SMs when.
+        """Return lines of text that show which SMs were in use at which time.
 
-        For the pools of `pool` that is each lease, and for a machine of `open` each kernel.
+        The lines show the leases of the pools of `pool`, and the kernels on a machine of `open`.
         """
         return "\n".join(line for watched in self._watched for line in watched.map(self.time))
 

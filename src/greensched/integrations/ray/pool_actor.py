@@ -28,8 +28,8 @@ CONCURRENCY = 2000
 #: The most jobs of a pool, including jobs whose arguments are still being fetched. The pool's own
 #: queue is bounded, too.
 MOST_JOBS = 10_000
-#: Seconds between two checks of the GPU and the clients. A check in an idle process takes 0.8 ms of
-#: a core (Ray 2.60, two cores). A job that meets a fault reports it at once.
+#: Seconds between two checks of the GPU and the clients. More checks would keep an idle process
+#: busy, and find a fault hardly earlier: a job that meets it reports it at once.
 CHECK = 0.25
 #: Seconds between two looks at jobs that end before the process does; also the least `retry_after`.
 POLL = 0.05
