@@ -61,19 +61,19 @@ def test_its_tests_pass() -> None:
 
 
 def test_its_tests_find_what_is_wrong(tmp_path: Path) -> None:
-    """They fail where the application is not what it should be."""
+    """They fail on each wrong application, and pass on a copy of the right one."""
     source = (EXAMPLE / "app.py").read_text()
     folders = []
-    for number, (right, wrong) in enumerate(WRONG.values()):
+    for number, (right, wrong) in enumerate([*WRONG.values(), ("", "")]):
         assert right in source
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "app.py").write_text(source.replace(right, wrong))
+        (folder / "app.py").write_text(source.replace(right, wrong) if right else source)
         for name in ("test_app.py", "pytest.ini"):
             shutil.copy(EXAMPLE / name, folder)
         folders.append(folder)
     codes, printed = run_tests(*folders)
-    assert codes == [1] * len(WRONG), printed
+    assert codes == [1] * len(WRONG) + [0], printed
 
 
 def test_it_runs_as_a_program() -> None:

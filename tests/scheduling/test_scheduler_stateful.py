@@ -284,4 +284,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 #: It takes seconds; a failure is shrunk for five minutes at most.
 TestScheduler = pytest.mark.timeout(360)(SchedulerMachine.TestCase)
-TestScheduler.settings = settings(stateful_step_count=40)
+TestScheduler.settings = settings(stateful_step_count=60)

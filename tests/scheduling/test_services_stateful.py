@@ -386,4 +386,4 @@ class ServiceMachine(RuleBasedStateMachine):
 
 #: It takes seconds; a failure is shrunk for five minutes at most.
 TestServices = pytest.mark.timeout(360)(ServiceMachine.TestCase)
-TestServices.settings = settings(stateful_step_count=40)
+TestServices.settings = settings(stateful_step_count=60)
