@@ -197,6 +197,32 @@ def test_a_policy_sees_sms(example: ModuleType, address: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.timeout(180)
+def test_replicas_follow_the_sms_in_demand(example: ModuleType, address: str) -> None:
+    """If requests wait for the SMs of one replica, Serve starts another one by `scale_by_sms`."""
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 0.5,
+        "policy": {"policy_function": "greensched.integrations.ray.serve:scale_by_sms"},
+    }
+
+    async def main() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+
+            async def served() -> set[str]:
+                replies = await asyncio.gather(*(client.get(address) for _ in range(6)))
+                return {reply.text for reply in replies if reply.status_code == 200}
+
+            assert len(await served()) == 1
+            async with asyncio.timeout(3 * REPLACED):  # replicas report every ten seconds
+                while len(await served()) < 2:
+                    pass
+
+    serve.run(slow_replica(num_replicas=None, autoscaling_config=scaling).bind(small_pool))
+    asyncio.run(main())
+
+
 def test_rays_metrics_have_the_pool(example: ModuleType, address: str) -> None:
     """The pool's metrics appear at the port that Ray exports to Prometheus."""
     serve.run(slow_replica(num_replicas=1).bind(small_pool))
