@@ -212,8 +212,8 @@ class Load:
             late.append(max([gone, *begun]) - gone + free - ended)
             await process.wait()
         what = (
-            f"clients killed {number} times ({begun_late} jobs began after it): "
-            "until SMs are free, without the time of jobs | allowed, longest"
+            f"clients killed {number} times, {begun_late} jobs begun since: "
+            "SMs free, less their jobs | allowed, longest"
         )
         worst = max(late)
         bar = f"<= {1e3 * MOST_S:g} ms"
