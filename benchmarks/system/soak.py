@@ -6,10 +6,16 @@ lease. Beside them each round opens and closes pools on devices of their own, on
 faults or hangs, or a driver call fails. Between two rounds no task holds anything, and the process
 is sampled. Exit code 1 if anything grew in the second half: the slope of a line through its samples
 judges, not the last one.
+
+`ARGS=--gpu` runs the same leases on GPU 0, in real time. Its faults are kernels that hang, requests
+for more memory than there is, and loops that close over a lease. There are no other pools: a GPU
+has one in each process, and a kernel's fault ends all work of the process there (`make test-gpu`
+has those).
 """
 
 from __future__ import annotations
 
+import abc
 import argparse
 import asyncio
 import gc
@@ -23,11 +29,12 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +83,11 @@ _EXECUTOR_THREAD = re.compile(r"(greensched \d+:[0-9a-f]+) ")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The process, after so many leases; its simulated device's objects and bytes for buffers."""
+    """The process, after so many leases, and what it has on its device.
+
+    On a simulated device these are bytes for buffers, and all objects; on a GPU bytes in use, and
+    executors.
+    """
 
     leases: int
     resident: int
@@ -86,7 +97,7 @@ class Sample:
     objects: int
 
     @classmethod
-    def now(cls, leases: int, pool: Pool, driver: simulated.SimulatedDriver) -> Sample:
+    def now(cls, leases: int, pool: Pool, device_bytes: int, objects: int) -> Sample:
         """Sample the process, with all garbage collected."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -98,8 +109,8 @@ class Sample:
             pages * os.sysconf("SC_PAGE_SIZE"),
             unexplained(names, executors),
             files,
-            driver.machine.memory[0].pools,
-            driver.live().total(),
+            device_bytes,
+            objects,
         )
 
 
@@ -114,22 +125,29 @@ def unexplained(names: list[str], executors: int) -> int:
     return len(names) - len(owned) + twice + max(0, len(set(owned)) - executors)
 
 
-class Soak:
-    """One pool on one simulated machine, for many rounds, and others that come and go."""
+class Soak(abc.ABC):
+    """One pool on one device, for many rounds.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Of the leases that are drawn.
+        pool: The pool, not yet open.
+    """
+
+    #: How much each thing may rise in the second half of the samples.
+    most_rise: Mapping[str, float]
+
+    def __init__(self, seed: int, pool: Pool) -> None:
         self._seed = seed
-        self._clock = simulated.VirtualClock(seed)
-        self._driver = simulated.open([MODEL], clock=self._clock)
-        self._pool = Pool(driver=self._driver, hang_after=HANG_AFTER, prepare=[spin, saxpy])
+        self._pool = pool
         self.kinds: Counter[str] = Counter()
-        #: Pools on devices with faults, and how their loads ended.
+        #: Pools that were opened and closed beside this one.
         self.others = 0
+        #: How the loads of those pools ended, and leases of this one that ended with an error.
         self.ends: Counter[str] = Counter()
 
     def rounds(self) -> Iterator[Sample]:
         """Run round after round, and sample the process after each."""
-        self._clock.run(self._pool.open)
+        self._run(self._pool.open)
         number = 0
         try:
             while True:
@@ -137,19 +155,35 @@ class Soak:
                     for _ in threads.map(self._loop, [number] * LOOPS, range(LOOPS)):
                         pass  # raises what a loop raised
                 self._close_over_a_lease()
-                rng = random.Random(f"{self._seed} {number}")
-                for faults in scripts(rng):
-                    self._other_pool(rng, faults)
+                self._between(number)
                 number += 1
-                yield Sample.now(self.kinds.total(), self._pool, self._driver)
+                yield Sample.now(self.kinds.total(), self._pool, *self._on_device())
         finally:
-            self._clock.run(self._pool.aclose)
-            left = self._driver.live()
-            assert not left, f"left on the device: {left}"
+            self._run(self._pool.aclose)
+
+    @abc.abstractmethod
+    def _run(self, main: Callable[..., Coroutine[Any, Any, object]], *args: Any) -> None:
+        """Run a coroutine function on a new loop of this thread."""
+
+    @abc.abstractmethod
+    def _new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """Return a loop on the device's clock."""
+
+    @abc.abstractmethod
+    def _between(self, number: int) -> None:
+        """Do what a round does after its leases."""
+
+    @abc.abstractmethod
+    def _on_device(self) -> tuple[int, int]:
+        """Return bytes and objects of the device, for a `Sample`."""
+
+    @abc.abstractmethod
+    async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
+        """Take one lease of a kind from the pool."""
 
     def _loop(self, number: int, loop: int) -> None:
         seeds = [f"{self._seed} {number} {loop} {task}" for task in range(TASKS)]
-        self._clock.run(self._tasks, self._pool, ROUND // LOOPS // TASKS, seeds)
+        self._run(self._tasks, self._pool, ROUND // LOOPS // TASKS, seeds)
 
     async def _tasks(self, pool: Pool, leases: int, seeds: Sequence[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -160,7 +194,7 @@ class Soak:
         for _ in range(leases):
             (kind,) = rng.choices(KINDS, WEIGHTS)
             self.kinds[kind.__name__] += 1
-            await kind(pool, rng)
+            await self._lease(kind, pool, rng)
 
     def _close_over_a_lease(self) -> None:
         """Close a loop whose task is inside a block: the pool takes its lease over."""
@@ -170,9 +204,46 @@ class Soak:
             await partition.__aenter__()
             partition.launch(CONFIG, spin, 1000)
 
-        loop = self._clock.new_event_loop()
+        loop = self._new_event_loop()
         loop.run_until_complete(enter())
         loop.close()
+
+
+class SimulatedSoak(Soak):
+    """A soak of a simulated machine in virtual time, with other pools that come and go."""
+
+    most_rise = MOST_RISE
+
+    def __init__(self, seed: int) -> None:
+        self._clock = simulated.VirtualClock(seed)
+        self._driver = simulated.open([MODEL], clock=self._clock)
+        super().__init__(
+            seed, Pool(driver=self._driver, hang_after=HANG_AFTER, prepare=[spin, saxpy])
+        )
+
+    def rounds(self) -> Iterator[Sample]:
+        try:
+            yield from super().rounds()
+        finally:
+            left = self._driver.live()
+            assert not left, f"left on the device: {left}"
+
+    def _run(self, main: Callable[..., Coroutine[Any, Any, object]], *args: Any) -> None:
+        self._clock.run(main, *args)
+
+    def _new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return self._clock.new_event_loop()
+
+    def _between(self, number: int) -> None:
+        rng = random.Random(f"{self._seed} {number}")
+        for faults in scripts(rng):
+            self._other_pool(rng, faults)
+
+    def _on_device(self) -> tuple[int, int]:
+        return self._driver.machine.memory[0].pools, self._driver.live().total()
+
+    async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
+        await kind(pool, rng)
 
     def _other_pool(self, rng: random.Random, faults: Sequence[Fault]) -> None:
         """Open a pool on a device with faults, load it, and close it."""
@@ -205,6 +276,43 @@ class Soak:
             self.ends[f"{type(error).__name__} at close"] += 1
         assert pool.state in (PoolState.CLOSED, PoolState.POISONED), pool
         self.ends[pool.state.value] += 1
+
+
+class GPUSoak(Soak):
+    """A soak of GPU 0 in real time, with the kernels that hang among its leases."""
+
+    #: Two executors may be made, of about 6 MiB each: their sets of cells were not needed before.
+    most_rise = MOST_RISE | {"device_bytes": 12 << 20, "objects": 2}
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, Pool(hang_after=HANG_AFTER, prepare=[spin, saxpy]))
+
+    def _run(self, main: Callable[..., Coroutine[Any, Any, object]], *args: Any) -> None:
+        asyncio.run(main(*args))
+
+    def _new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    def _between(self, _number: int) -> None:
+        """Wait until no kernel hangs any more."""
+        while self._pool.statistics().executors_hung:
+            time.sleep(0.05)
+
+    def _on_device(self) -> tuple[int, int]:
+        from cuda.bindings import driver
+
+        driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
+        _, free, total = driver.cuMemGetInfo()
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(0)
+        return total - free, self._pool.statistics().executors
+
+    async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
+        """Take one lease; what waits behind a kernel that hangs is told that it hangs, too."""
+        try:
+            await kind(pool, rng)
+        except DeviceHung:
+            self.ends[f"{DeviceHung.__name__} in {kind.__name__}"] += 1
 
 
 def scripts(rng: random.Random) -> list[list[Fault]]:
@@ -391,12 +499,14 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=random.randrange(1000), help="of the leases (default: random)"
     )
+    parser.add_argument("--gpu", action="store_true", help="on GPU 0, in real time")
     arguments = parser.parse_args()
     logging.getLogger("greensched").setLevel(logging.CRITICAL)  # faults are intended
     warnings.simplefilter("ignore", ResourceWarning)
     print(f"seed {arguments.seed}; allocator: {ALLOCATOR}")
     print("  leases  resident MiB  threads  files  device MiB      s")
-    soak, samples = Soak(arguments.seed), list[Sample]()
+    soak: Soak = (GPUSoak if arguments.gpu else SimulatedSoak)(arguments.seed)
+    samples: list[Sample] = []
     began = printed = time.monotonic()
     rounds = soak.rounds()
     while (now := time.monotonic()) - began < arguments.minutes * 60 or len(samples) < 4:
@@ -412,11 +522,11 @@ def main() -> int:
     print(f"{len(samples)} rounds, {soak.others} pools opened and closed beside them")
     for counted in (soak.kinds, soak.ends):
         print(", ".join(f"{number} {what}" for what, number in counted.most_common()))
-    risen = rises(samples)
+    most, risen = soak.most_rise, rises(samples)
     for name, rise in risen.items():
-        verdict = "PASS" if rise <= MOST_RISE[name] else "FAIL"
-        print(f"second half: {name} rose by {rise:,.1f} (<= {MOST_RISE[name]:,}): {verdict}")
-    return int(any(rise > MOST_RISE[name] for name, rise in risen.items()))
+        verdict = "PASS" if rise <= most[name] else "FAIL"
+        print(f"second half: {name} rose by {rise:,.1f} (<= {most[name]:,}): {verdict}")
+    return int(any(rise > most[name] for name, rise in risen.items()))
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = set(threading.enumerate())  # those of earlier tests may end between the two rounds
     mine = types.SimpleNamespace(enumerate=lambda: {*threading.enumerate()} - earlier)
     monkeypatch.setattr(soak, "threading", mine)
-    run = soak.Soak(seed=1)
+    run = soak.SimulatedSoak(seed=1)
     rounds = run.rounds()
     samples = [next(rounds), next(rounds)]
     rounds.close()
