@@ -11,9 +11,12 @@ from starlette.types import ASGIApp
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncGenerator[tuple[str, uvicorn.Server]]:
-    """Provide its address, and its server, which stops after the block as by a signal."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+async def serving(app: ASGIApp, port: int = 0) -> AsyncGenerator[tuple[str, uvicorn.Server]]:
+    """Provide its address, and its server, which stops after the block as by a signal.
+
+    With port 0 the system chooses one.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None))
     running = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
         await asyncio.sleep(0.01)

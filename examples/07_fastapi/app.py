@@ -23,11 +23,12 @@ from greensched.kernels import reduce_sum
 #: answered too late.
 MAX_WAITING = 2
 DEADLINE = 0.5  # seconds in the queue
+DRAIN = 5.0  # seconds after SIGTERM in which requests are served, while /readyz answers 503
 
 
 def create_app(pool: Pool) -> FastAPI:
     """Create the application over a pool; a test passes a simulated one."""
-    app = FastAPI(lifespan=asgi.lifespan(pool))  # opens the pool, and closes it
+    app = FastAPI(lifespan=asgi.lifespan(pool, drain=DRAIN))  # opens the pool, and closes it
     app.add_middleware(asgi.PoolErrors)  # 429: queue full; 503: closing or device lost; 504: late
     app.router.routes.extend(asgi.routes(pool))  # /healthz and /readyz
 
