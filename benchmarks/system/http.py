@@ -35,6 +35,7 @@ from starlette.responses import Response
 from benchmarks.lib import clients
 from benchmarks.lib.server import serving
 from benchmarks.lib.timing import MachineLoad, Row, table
+from benchmarks.system.soak import unexplained
 from greensched import Partition, Pool, WouldBlock
 from greensched.driver import simulated
 from greensched.integrations import asgi
@@ -89,6 +90,7 @@ def measure(seconds: float) -> list[Row]:
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         load = Load(driver, _example())
+        gc.freeze()  # otherwise a full collection visits all modules, and takes 80 ms
         rows = asyncio.run(load.run(seconds))
         gc.collect()
         left = sum(driver.live().values())
@@ -167,7 +169,11 @@ class Load:
 
     async def run(self, seconds: float) -> list[Row]:
         """Run all of it; see the module."""
-        async with contextlib.AsyncExitStack() as first, contextlib.AsyncExitStack() as second:
+        async with (
+            httpx.AsyncClient(headers={"Connection": "close"}) as self.prober,
+            contextlib.AsyncExitStack() as first,
+            contextlib.AsyncExitStack() as second,
+        ):
             address = await self._start_server(first)
             self.at_once = self.pool.statistics().sms_total // 16
             alone = _accepted((await _found(address, ALONE * seconds, together=1)).answers)
@@ -203,9 +209,8 @@ class Load:
         """Stop the server by SIGTERM, and start another one on its port."""
         signal.raise_signal(signal.SIGTERM)
         signalled = time.monotonic()
-        async with httpx.AsyncClient(base_url=address) as client:
-            while (await client.get("/readyz")).is_success:
-                pass
+        while (await self.prober.get(f"{address}/readyz")).is_success:
+            pass
         red, answered = time.monotonic(), self.server.server_state.total_requests
         while not self.server.should_exit:  # noqa: ASYNC110  uvicorn has no event for it
             await asyncio.sleep(SAMPLE_S)
@@ -265,22 +270,20 @@ class Load:
             "requests that wait": statistics.waiting,
             "SMs that are not free": statistics.sms_total - statistics.sms_free,
             "tasks": len(asyncio.all_tasks()),
-            **Counter(f"thread {thread.name!r}" for thread in threading.enumerate()),
+            "threads": unexplained(
+                [thread.name for thread in threading.enumerate()], statistics.executors
+            ),
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208  iterdir keeps it open
         }
 
     async def _use_every_executor(self) -> None:
-        """Start the threads of each executor, which begin with its first use, and reuse memory."""
+        """Have each executor make what it keeps from its first use on."""
         partitions = []
         async with contextlib.AsyncExitStack() as held:
             with contextlib.suppress(WouldBlock):
                 while True:
                     p = await held.enter_async_context(self.pool.partition_nowait(16))
-                    await p.run(int)
-                    # Starts the submit thread, which else begins when memory grows.
-                    await p.checkpoint()
                     partitions.append(p)
-            # Long enough that threads sleep meanwhile: the load may not have used each of them.
             await asyncio.gather(
                 *(self.example.summed(p, np.zeros(1, np.float32)) for p in partitions)
             )
