@@ -157,7 +157,7 @@ async def test_a_slow_reader_holds_its_sms_no_longer_than_the_patience(
         sent = await request
     assert len(body_of(sent)) == 1100
     assert all(message["more_body"] for message in sent[1:])
-    assert "the lease of 16 SMs ends, and the response is cut" in caplog.text
+    assert "the lease of 16 SMs ends, and the stream is cut" in caplog.text
 
 
 @pytest.mark.parametrize(("driver", "served", "free"), [("h200@13.0", 8, 0), ("h200@13.1", 7, 12)])
@@ -297,6 +297,10 @@ async def test_bounds_of_a_stream_are_checked(sim_pool: SimPool, options: Any) -
     async with sim_pool() as pool:
         with pytest.raises(greensched.InvalidRequest, match="buffer="):
             asgi.LeaseStream(pool.partition(16), three_parts, **options)
+        socket = WebSocket({"type": "websocket"}, anyio.sleep_forever, anyio.sleep)
+        with pytest.raises(greensched.InvalidRequest, match="buffer="):
+            await asgi.stream_to_websocket(socket, pool.partition(16), three_parts, **options)
+        assert pool.statistics().requested == 0
 
 
 # -- refusals ---------------------------------------------------------------------------------
@@ -418,6 +422,91 @@ async def test_a_websocket_that_leaves_frees_its_sms(sim_gpu: SimGPU, sim_pool: 
         await task
         assert pool.statistics().leases == 0
     assert got == ["first"]
+
+
+async def test_a_slow_websocket_holds_its_sms_no_longer_than_the_patience(
+    sim_gpu: SimGPU, sim_pool: SimPool
+) -> None:
+    """After the patience its lease ends; the buffered messages and 1013 are sent when it reads."""
+    reads = anyio.Event()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "websocket.send":
+            await reads.wait()
+
+    async def endless(p: Partition) -> AsyncGenerator[bytes | str]:
+        while True:
+            await p.launch(CONFIG, spin, 1 * MS)
+            yield b"x" * 100
+            yield "\N{GREEK SMALL LETTER MU}" * 50
+
+    async with sim_pool() as pool:
+
+        async def endpoint(websocket: WebSocket) -> None:
+            await websocket.accept()
+            await asgi.stream_to_websocket(
+                websocket, pool.partition(16), endless, buffer=1000, patience=0.05
+            )
+
+        task = asyncio.create_task(call(websockets(endpoint), messages=[CONNECT], send=send))
+        await until(lambda: pool.statistics().leases == 1)
+        await until(lambda: pool.statistics().leases == 0)
+        assert 0.05 < sim_gpu.time < 0.1
+        reads.set()
+        accepted, *messages, closed = await task
+    assert accepted["type"] == "websocket.accept"
+    assert [len(each.get("bytes") or each["text"].encode()) for each in messages] == [100] * 11
+    assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
+
+
+async def test_a_stream_to_a_websocket_is_whole_or_refused(
+    sim_gpu: SimGPU, sim_pool: SimPool
+) -> None:
+    """Each part is a message; a request that the pool refuses is closed with 1013."""
+    async with sim_pool(sms=16, max_waiting=0) as pool:
+
+        async def endpoint(websocket: WebSocket) -> None:
+            await websocket.accept()
+            await asgi.stream_to_websocket(websocket, pool.partition(16), three_parts)
+            await websocket.close()
+
+        app = websockets(endpoint)
+        sent, refused = await asyncio.gather(*(call(app, messages=[CONNECT]) for _ in range(2)))
+    assert [each["type"] for each in sent] == [
+        "websocket.accept", *["websocket.send"] * 3, "websocket.close"
+    ]  # fmt: skip
+    assert [each.get("code") for each in refused] == [None, 1013]
+
+
+@pytest.mark.parametrize("how", ["it is told", "sending fails"])
+async def test_a_websocket_that_leaves_its_stream_frees_its_sms(
+    sim_gpu: SimGPU, sim_pool: SimPool, how: str
+) -> None:
+    """The generator is cancelled, and the connection ends without an error."""
+    leaves = anyio.Event()
+
+    async def send(message: Message) -> None:
+        if how == "sending fails" and message["type"] == "websocket.send":
+            raise OSError("gone")
+
+    async def endless(p: Partition) -> AsyncGenerator[str]:
+        while True:
+            yield "x"
+            await asyncio.sleep(0.01)
+
+    async with sim_pool() as pool:
+
+        async def endpoint(websocket: WebSocket) -> None:
+            await websocket.accept()
+            await asgi.stream_to_websocket(websocket, pool.partition(ALL), endless)
+
+        app = websockets(endpoint)
+        task = asyncio.create_task(call(app, messages=[CONNECT], leaves=leaves, send=send))
+        await asyncio.sleep(0.015)
+        leaves.set()
+        await task
+        assert sim_gpu.time < 0.02
+        assert pool.statistics().leases == 0
 
 
 async def test_an_error_of_a_websocket_is_raised(sim_gpu: SimGPU) -> None:

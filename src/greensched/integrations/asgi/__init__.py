@@ -18,6 +18,14 @@ if find_spec("starlette") is None:
 from greensched.integrations.asgi.connection import while_connected
 from greensched.integrations.asgi.errors import STATUS, PoolErrors
 from greensched.integrations.asgi.lifespan import lifespan, routes
-from greensched.integrations.asgi.stream import LeaseStream
+from greensched.integrations.asgi.stream import LeaseStream, stream_to_websocket
 
-__all__ = ["STATUS", "LeaseStream", "PoolErrors", "lifespan", "routes", "while_connected"]
+__all__ = [
+    "STATUS",
+    "LeaseStream",
+    "PoolErrors",
+    "lifespan",
+    "routes",
+    "stream_to_websocket",
+    "while_connected",
+]
