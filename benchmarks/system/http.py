@@ -2,7 +2,7 @@
 
 examples/07_fastapi behind uvicorn, on a simulated H200 and the real clock; the clients are another
 process, and speak HTTP. First one client alone, then as many as fit, to find the capacity; then
-twice that for so many seconds, beside readers who take streams too slowly. In the middle of it the
+twice that for so many seconds, beside readers that are too slow. In the middle of it the
 server gets SIGTERM, and starts again once it has stopped. At last the clients' process is killed
 several times under the same load. Exit code 1 if a bar is missed.
 """
@@ -46,8 +46,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "07_fastapi" / "app.py"
 #: Device seconds of each request, as the modelled device is told: they make the capacity, not the
 #: host.
 SECONDS_EACH = 0.1
-#: Clients who take a stream and read it too slowly; the seconds for which the service lets a stream
-#: wait for its client; and a stream's bytes: more than the sockets on the way hold.
+#: Clients that take a stream and read it too slowly; the seconds for which the service lets a
+#: stream wait for its client; and a stream's bytes: more than the sockets on the way hold.
 SLOW, PATIENCE = 4, 0.1
 PIECE, PIECES = bytes(1 << 16), 512
 #: Seconds between SIGTERM and the moment at which the server stops.
