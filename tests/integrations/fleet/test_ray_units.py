@@ -51,10 +51,15 @@ class Known:
     load: tuple[float, float] = (0.0, 0.0)
 
 
-def chosen(pools: list[Known], sms: int = 16, held: dict[str, int] | None = None) -> set[str]:
+def chosen(
+    pools: list[Known],
+    sms: int = 16,
+    held: dict[str, int] | None = None,
+    leaving: frozenset[str] = frozenset(),
+) -> set[str]:
     """Return the pools that chance can have chosen."""
     chance = random.Random(1)
-    found = (balancing.choose(pools, sms, held or {}, chance) for _ in range(200))
+    found = (balancing.choose(pools, leaving, sms, held or {}, chance) for _ in range(200))
     return {pool.name for pool in found if pool is not None}
 
 
@@ -79,6 +84,15 @@ def test_an_unfit_pool_is_not_chosen() -> None:
     assert chosen(pools) == {"silent"}
     assert chosen([*pools, Known("well", load=(9, 9))]) == {"well"}
     assert chosen(pools[:2]) == set()
+
+
+def test_a_leaving_pool_is_chosen_only_if_there_is_no_other() -> None:
+    """Neither less load nor the job's data sends a job to a pool that will be closed."""
+    leaves, other = Known("leaves", "x"), Known("other", "y", load=(9, 9))
+    leaving = frozenset({"leaves"})
+    assert chosen([leaves, other], held={"x": 2}, leaving=leaving) == {"other"}
+    assert chosen([leaves], leaving=leaving) == {"leaves"}
+    assert chosen([leaves, Known("small", most=8)], leaving=leaving) == {"leaves"}
 
 
 def test_what_no_pool_can_grant_is_refused() -> None:
@@ -197,9 +211,7 @@ def test_a_job_that_was_never_sent_has_not_started() -> None:
 
     async def main() -> None:
         fleet = Fleet("f")
-        fleet._registry = types.SimpleNamespace(  # type: ignore[assignment]
-            is_open=True, most={"f/0": 132}, connections={}, wait_for_change=asyncio.Event().wait
-        )
+        fleet._registry.is_open, fleet._registry.most = True, {"f/0": 132}
         with pytest.raises(greensched.FleetTimeout, match="never started") as caught:
             await fleet.submit(len, (), sms=8, deadline=0.001)
         assert not caught.value.was_sent
@@ -926,8 +938,12 @@ def test_a_pool_on_a_draining_node_is_replaced_first() -> None:
     async def test(fleet: supervisor.Supervisor, cluster: Cluster) -> None:
         old = cluster.pools["f/0"]
         cluster.draining[old.node] = time.time() + 100
+        version = fleet._version
         await fleet._look()
         assert [*cluster.pools] == ["f/0", "f/1", "f/2"]
+        found = await fleet.members("program", version)
+        assert found is not None
+        assert found.leaving == {"f/0"}
         await asyncio.gather(*fleet._leaving.values())
         assert [*fleet._pools] == ["f/1", "f/2"]
         assert 90 < old.stopped <= 100 - supervisor.MARGIN_S
@@ -1043,9 +1059,10 @@ def test_a_program_that_opens_follows_the_pools() -> None:
         try:
             await asyncio.wait_for(program.open(), 10)
             assert [*program.connections] == ["f/1"]
+            assert program.leaving == {"f/1"}
         finally:
             await program.aclose()
 
-    asyncio.run(main(registry.Membership(2, {"f/1": None})))
+    asyncio.run(main(registry.Membership(2, {"f/1": None}, leaving=frozenset({"f/1"}))))
     with pytest.raises(greensched.PoolClosed):
         asyncio.run(main(registry.Membership(2, {}, is_stopped=True)))

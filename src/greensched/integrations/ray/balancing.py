@@ -21,15 +21,20 @@ def check_feasible(sms: int, most: Iterable[int]) -> None:
 
 
 def choose(
-    pools: Sequence[PoolConnection], sms: int, held: Mapping[str, int], chance: random.Random
+    pools: Sequence[PoolConnection],
+    leaving: frozenset[str],
+    sms: int,
+    held: Mapping[str, int],
+    chance: random.Random,
 ) -> PoolConnection | None:
     """Choose the less loaded of two random pools, of those with most of the job's data.
 
     The random choice spreads the jobs of programs that see the same snapshots; if all chose the
-    best pool, it would become the worst. Pools with stale snapshots come last.
+    best pool, it would become the worst. Pools with stale snapshots come last, behind leaving ones.
 
     Args:
         pools: the candidates.
+        leaving: the names of pools that will be closed soon.
         sms: the smallest number of SMs that the job can run on.
         held: the bytes of the job's arguments on each node.
         chance: the source of randomness.
@@ -39,6 +44,7 @@ def choose(
     """
     fit = [pool for pool in pools if pool.is_open and pool.most >= sms]
     fit = [pool for pool in fit if pool.is_fresh] or fit
+    fit = [pool for pool in fit if pool.name not in leaving] or fit
     if held:
         most = max((held.get(pool.node, 0) for pool in fit), default=0)
         fit = [pool for pool in fit if held.get(pool.node, 0) == most]

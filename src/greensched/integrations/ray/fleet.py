@@ -285,7 +285,9 @@ class Fleet:
                 for name, connection in self._registry.connections.items()
                 if name not in full
             ]
-            if (connection := choose(connections, sms, held, self._chance)) is not None:
+            leaving = self._registry.leaving
+            connection = choose(connections, leaving, sms, held, self._chance)
+            if connection is not None:
                 return connection
             if full:
                 raise min(full.values(), key=lambda error: error.retry_after)

@@ -53,6 +53,8 @@ class PoolRegistry:
         self.connections: dict[str, PoolConnection] = {}
         #: The most SMs of one lease, for each pool, including pools that are away.
         self.most: dict[str, int] = {}
+        #: The names of pools on draining nodes.
+        self.leaving: frozenset[str] = frozenset()
         self._maintaining: dict[str, asyncio.Task[None]] = {}
         self._first: dict[str, asyncio.Future[None]] = {}
         self._following: asyncio.Task[None] | None = None
@@ -157,6 +159,7 @@ class PoolRegistry:
 
     def _update(self, membership: Membership) -> None:
         """Connect to new pools, and drop pools that have ended."""
+        self.leaving = membership.leaving
         for name in self.handles.keys() - membership.pools.keys():
             self._maintaining.pop(name).cancel()
             first = self._first.pop(name)

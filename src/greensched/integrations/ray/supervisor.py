@@ -44,11 +44,15 @@ UNUSED_S = 10.0
 
 
 class Membership(NamedTuple):
-    """The pools of a fleet: actors by name. `version` grows with every change."""
+    """The pools of a fleet: actors by name. `version` grows with every change.
+
+    Pools that are `leaving` are on draining nodes: they get a job only if no other pool can.
+    """
 
     version: int
     pools: Mapping[str, Any]
     is_stopped: bool = False
+    leaving: frozenset[str] = frozenset()
 
 
 class Supervisor:
@@ -139,7 +143,8 @@ class Supervisor:
     # -- pools -------------------------------------------------------------------------------------
 
     def _membership(self) -> Membership:
-        return Membership(self._version, dict(self._pools), self._is_stopped)
+        leaving = frozenset(self._leaving)
+        return Membership(self._version, dict(self._pools), self._is_stopped, leaving)
 
     def _notify(self) -> None:
         self._version += 1
@@ -211,6 +216,7 @@ class Supervisor:
         async with self._filling:
             for name, deadline in (await self._draining()).items():
                 self._leaving[name] = asyncio.create_task(self._retire(name, deadline))
+                self._notify()
             missing = await self._missing()
             if self._wanted is None:
                 surplus = away[: max(0, -missing)]  # their GPUs are lost; Ray would ask for others
