@@ -87,7 +87,6 @@ def test_batches_share_the_pool_of_a_process(page: ModuleType) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_ray_data_maps_batches(page: ModuleType) -> None:
     """Ray Data maps a data set with one process for each GPU."""
-    pytest.importorskip("pandas", reason="Ray Data is not installed: pip install 'ray[data]'")
     rows = ray.data.from_numpy(np.arange(64, dtype=np.float32)).rename_columns({"data": "x"})
     found = page.doubled(rows, gpus=1).take_all()
     assert sorted(row["x"] for row in found) == [2 * n for n in range(64)]
