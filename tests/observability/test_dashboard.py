@@ -112,6 +112,32 @@ def test_every_instrument_of_opentelemetry_has_a_line_in_the_reference() -> None
     assert listed == units | {f"greensched.lease.{part}_time": "s" for part in TIMES}
 
 
+#: The instruments of OpenTelemetry with what the metrics of alerts report.
+SAME = {
+    "device_up": "hw.status",
+    "pool_fault": "greensched.pool.fault",
+    "pool_ready": "greensched.pool.ready",
+    "hung_sms": "greensched.sm.hung",
+    "oldest_lease_seconds": "greensched.lease.oldest",
+    "requests": "greensched.lease.requests",
+    "requests_waiting": "greensched.lease.pending_requests",
+    "wake_seconds": "greensched.wake.count",
+}
+
+
+def test_every_alert_can_be_written_for_opentelemetry() -> None:
+    """What the alerts read has an instrument each."""
+    read = {
+        node.name
+        for rule in RULES
+        for node in nodes(promql.parse(rule["expr"]))
+        if isinstance(node, promql.VectorSelector)
+    }
+    names = {re.sub("^greensched_|_(bucket|sum|count|total)$", "", name) for name in read}
+    assert names == SAME.keys()
+    assert OBSERVED.keys() >= {*SAME.values()}
+
+
 def test_every_alert_is_in_the_runbook() -> None:
     """docs/how-to/operate.md has a line for each alert, and none for others."""
     page = (ROOT / "docs/how-to/operate.md").read_text()

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from greensched import (
     ALL,
     DeadlineExceeded,
+    DeviceHung,
     DeviceLost,
     LaunchConfig,
     Pool,
@@ -245,6 +246,38 @@ def test_metrics_have_the_names_and_values_of_the_pool(telemetry: Telemetry) -> 
 
     telemetry.run(test, services=[BATCH])
     assert not telemetry.values("greensched.sm.limit")
+
+
+def test_what_alerts_need_is_reported(telemetry: Telemetry) -> None:
+    """What a pool runs, its readiness and fault, the oldest lease, hung SMs, and late wake-ups."""
+
+    async def test(pool: Pool) -> None:
+        (info,) = telemetry.values("greensched.pool.info")
+        assert {"simulated", "fair", "fine"} <= set(info)
+        async with pool.partition(16, service="batch"):
+            await asyncio.sleep(0.5)
+            ((labels, oldest),) = telemetry.values("greensched.lease.oldest").items()
+            assert labels == ("used", "batch", UUID)
+            assert oldest == pytest.approx(0.5, rel=0.01)
+        async with pool.partition(ALL):
+            waiting = asyncio.ensure_future(pool.launch(CONFIG, spin, 1000, sms=8))
+            await asyncio.sleep(0.001)
+        await waiting
+        wakes = telemetry.values("greensched.wake.count")
+        assert wakes["+Inf",] == wakes["1.0",] == 1
+        with pytest.raises(DeviceHung):
+            async with pool.partition(16, service="batch") as p:
+                p.launch(CONFIG, spin, 10_000_000_000)
+                await asyncio.sleep(2)
+                assert telemetry.values("greensched.sm.hung") == {("batch", UUID): 16}
+                assert telemetry.values("greensched.pool.ready") == {(): 1}
+        with pytest.raises(DeviceLost):
+            await pool.launch(CONFIG, spin, 1000, sms=16)
+        assert telemetry.values("greensched.pool.ready") == {(): 0}
+        assert telemetry.values("greensched.pool.fault") == {("DeviceFault", "ILLEGAL_ADDRESS"): 1}
+
+    options = {"policy": "fair", "granularity": "fine", "hang_after": 1}
+    telemetry.run(test, services=[BATCH], faults=[Crash("spin", 3)], **options)
 
 
 def test_pools_of_one_provider_have_names(telemetry: Telemetry) -> None:

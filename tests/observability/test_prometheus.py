@@ -145,7 +145,7 @@ def test_a_simulated_driver_is_seen(gpu: SimGPU, registry: CollectorRegistry) ->
             return Scrape(registry)
 
     ((labels, value),) = gpu.run(main)["pool_info"].items()
-    assert "simulated" in labels
+    assert {"simulated", "fifo", "coscheduled"} <= set(labels)
     assert value == 1
 
 

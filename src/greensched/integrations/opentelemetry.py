@@ -34,7 +34,7 @@ from greensched import (
     Submitted,
 )
 from greensched.errors import MissingPackage
-from greensched.integrations.reading import OUTCOMES, ExportedPools, PoolReading, read
+from greensched.integrations.reading import OUTCOMES, ExportedPools, PoolReading, info, read
 
 try:
     from opentelemetry import context as otel_context
@@ -98,6 +98,7 @@ class _Metrics:
         kinds: dict[str, Callable[..., object]] = {
             "counter": meter.create_observable_counter,
             "up_down": meter.create_observable_up_down_counter,
+            "gauge": meter.create_observable_gauge,
         }
         for name, (kind, unit, text, measure) in OBSERVED.items():
             kinds[kind](name, [partial(self._observe, measure)], unit, text)
@@ -123,11 +124,34 @@ _exporters: weakref.WeakKeyDictionary[MeterProvider, _Metrics] = weakref.WeakKey
 _lock = threading.Lock()
 
 
+def _info(reading: PoolReading) -> Measured:
+    if reading.statistics is not None:
+        found = info(reading, reading.statistics)
+        yield 1, {f"greensched.{name}": value for name, value in found.items()}
+
+
+def _ready(reading: PoolReading) -> Measured:
+    yield float(reading.is_ready), {}
+
+
+def _fault(reading: PoolReading) -> Measured:
+    if reading.fault is not None:
+        kind = type(reading.fault).__name__
+        yield 1, {"error.type": kind, "greensched.driver.status": reading.status}
+
+
 def _leases(reading: PoolReading) -> Measured:
     for device in reading.devices:
         for (service, state), leases in device.leases.items():
             attributes = {"greensched.service": service, "greensched.lease.state": state}
             yield leases.count, {"hw.id": device.device.uuid, **attributes}
+
+
+def _oldest(reading: PoolReading) -> Measured:
+    for device in reading.devices:
+        for (service, state), leases in device.leases.items():
+            attributes = {"greensched.service": service, "greensched.lease.state": state}
+            yield leases.oldest, {"hw.id": device.device.uuid, **attributes}
 
 
 def _sm_limit(reading: PoolReading) -> Measured:
@@ -139,6 +163,20 @@ def _sm_usage(reading: PoolReading) -> Measured:
     for device in reading.devices:
         for state, sms in device.sms.items():
             yield sms, {"hw.id": device.device.uuid, "greensched.sm.state": state}
+
+
+def _sm_hung(reading: PoolReading) -> Measured:
+    for device in reading.devices:
+        for service, sms in device.hung.items():
+            yield sms, {"hw.id": device.device.uuid, "greensched.service": service}
+
+
+def _wakes(reading: PoolReading) -> Measured:
+    wake = None if reading.statistics is None else reading.statistics.wake
+    if wake is not None:
+        yield wake.count, {"greensched.wake.at_most": "+Inf"}
+        for bound, count in wake.buckets:
+            yield count, {"greensched.wake.at_most": str(bound)}
 
 
 def _of_services(attribute: str, reading: PoolReading) -> Measured:
@@ -162,9 +200,27 @@ def _status(reading: PoolReading) -> Measured:
 
 #: Observable instruments: kind, unit, description, and the function that reads a pool.
 OBSERVED: Final[dict[str, tuple[str, str, str, Callable[[PoolReading], Measured]]]] = {
+    "greensched.pool.info": ("gauge", "1", "1: what a pool runs.", _info),
+    "greensched.pool.ready": ("gauge", "1", "1 while the pool grants leases, else 0.", _ready),
+    "greensched.pool.fault": (
+        *("gauge", "1", "1: why a pool did not open, or what ended it."),
+        _fault,
+    ),
     "greensched.lease.count": ("up_down", "{lease}", "Leases by state.", _leases),
+    "greensched.lease.oldest": (
+        *("gauge", "s", "For how long the oldest lease has been in its state."),
+        _oldest,
+    ),
     "greensched.sm.limit": ("up_down", "{sm}", "SMs of a GPU.", _sm_limit),
     "greensched.sm.usage": ("up_down", "{sm}", "SMs of a GPU by state.", _sm_usage),
+    "greensched.sm.hung": (
+        *("up_down", "{sm}", "SMs under work that has not ended within hang_after."),
+        _sm_hung,
+    ),
+    "greensched.wake.count": (
+        *("counter", "{wake}", "Queued requests whose task went on within so many seconds."),
+        _wakes,
+    ),
     "greensched.sm.time": (
         *("counter", "{sm}.s", "SM-seconds that the leases of a class took."),
         partial(_of_services, "sm_seconds"),

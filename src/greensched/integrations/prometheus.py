@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import greensched
 from greensched import Durations, Pool, ServiceStatistics
 from greensched.errors import MissingPackage
 from greensched.integrations.reading import (
@@ -23,6 +22,7 @@ from greensched.integrations.reading import (
     DeviceReading,
     ExportedPools,
     PoolReading,
+    info,
     read,
 )
 
@@ -41,7 +41,11 @@ except ModuleNotFoundError as error:
 #: Each metric's kind, description, and labels beside `pool`, by its name without `greensched_`. A
 #: device is a GPU's UUID. A service is a class; "" is for requests without a class.
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
-    "pool_info": (GaugeMetricFamily, "1: what a pool runs.", ("version", "driver", "completion")),
+    "pool_info": (
+        GaugeMetricFamily,
+        "1: what a pool runs.",
+        ("version", "driver", "policy", "granularity", "completion"),
+    ),
     "pool_ready": (GaugeMetricFamily, "1 while the pool grants leases, else 0.", ()),
     "pool_fault": (
         GaugeMetricFamily,
@@ -186,13 +190,10 @@ class _Samples:
     def add_pool(self, reading: PoolReading) -> None:
         self._add("pool_ready", reading.is_ready)
         if reading.fault is not None:
-            status = getattr(reading.fault, "name", "")  # of the driver, if it is one of its errors
-            self._add("pool_fault", 1, type(reading.fault).__name__, status)
+            self._add("pool_fault", 1, type(reading.fault).__name__, reading.status)
         if reading.statistics is None:
             return
-        version = getattr(greensched, "__version__", "")
-        driver = reading.devices[0].device.driver.name  # tells a service on a simulated GPU
-        self._add("pool_info", 1, version, driver, reading.statistics.completion)
+        self._add("pool_info", 1, *info(reading, reading.statistics).values())
         for device in reading.devices:
             self._add_device(device)
         for service, of_class in reading.statistics.services.items():

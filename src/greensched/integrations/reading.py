@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import greensched
 from greensched import Device, LeaseInfo, Pool, PoolState, PoolStatistics
 from greensched.errors import InvalidRequest, PoolClosed
 from greensched.integrations.health import fault_of
@@ -94,6 +95,11 @@ class PoolReading:
     statistics: PoolStatistics | None
     devices: tuple[DeviceReading, ...] = ()
 
+    @property
+    def status(self) -> str:
+        """The driver's status, if the fault is one of its errors; otherwise ""."""
+        return getattr(self.fault, "name", "")
+
 
 def read(pool: Pool) -> PoolReading:
     """Read a pool and check its devices. Never waits. From any thread."""
@@ -116,6 +122,17 @@ def read(pool: Pool) -> PoolReading:
             if reading.device.ordinal == hung.device:
                 reading.hung[hung.service] += hung.sms
     return PoolReading(pool.is_ready, fault, statistics, devices)
+
+
+def info(reading: PoolReading, statistics: PoolStatistics) -> dict[str, str]:
+    """Return what an open pool runs."""
+    return {
+        "version": greensched.__version__,
+        "driver": reading.devices[0].device.driver.name,  # tells a service on a simulated GPU
+        "policy": statistics.policy,
+        "granularity": statistics.granularity,
+        "completion": statistics.completion,
+    }
 
 
 def _read_device(device: Device, leases: Sequence[LeaseInfo], *, is_up: bool) -> DeviceReading:

@@ -27,6 +27,8 @@ class PoolStatistics(SchedulerStatistics):
         executors_made: How many of them were made so far, including those that no longer exist.
         values_made: How many values of `p.local` and executable graphs of `p.capture` leases
             made. Values that `prepare_local` made before traffic do not count.
+        policy: The name of the policy, such as `"fifo"`.
+        granularity: `"coscheduled"` or `"fine"`, as for `Pool`.
         completion: `"word"` if streams write tickets to memory; `"event"` if they cannot here.
         degraded: One sentence for each feature that a driver refused at `open`.
         services: The statistics of each class; "" is for requests without a class.
@@ -42,6 +44,8 @@ class PoolStatistics(SchedulerStatistics):
     executors: int
     executors_made: int
     values_made: int
+    policy: str
+    granularity: str
     completion: str
     degraded: tuple[str, ...]
     services: Mapping[str, ServiceStatistics]
@@ -73,6 +77,8 @@ def collect_statistics(
         executors=len(executors),
         executors_made=sum(device_pool.builder.made for device_pool in device_pools),
         values_made=sum(executor.locals.made for executor in executors),
+        policy=type(scheduler.queue.policy.policy).__name__.lower(),
+        granularity="fine" if device_pools[0].is_fine else "coscheduled",
         completion="event" if executors and executors[0].uses_events else "word",
         degraded=tuple(what for device_pool in device_pools for what in device_pool.degraded),
         services=scheduler.services(now),

@@ -216,7 +216,7 @@ def _of_manager(manager: LeaseManager, *, may_change: bool) -> Snapshot:
         time=now,
         state=statistics.state.value,
         driver=manager.driver.name,
-        policy=type(policy).__name__.lower(),
+        policy=statistics.policy,
         waiting=statistics.waiting,
         max_waiting=scheduler.max_waiting,
         requested=statistics.requested,
