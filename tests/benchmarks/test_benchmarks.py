@@ -96,7 +96,7 @@ def test_a_service_under_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(http, "DRAIN_S", 0.3)
     rows = http.measure(2.0)
     judged = {row.what.split(":")[0].split("(")[0].strip(): row for row in rows if row.bar}
-    assert len(judged) == 8
+    assert len(judged) == 9
     answers = judged["answers"]
     assert " x 200, " in answers.what
     assert " x 429" in answers.what
