@@ -121,7 +121,7 @@ def test_the_manifest_of_the_page_fits_its_service(sim_pool: SimPool) -> None:
     template, spec = deployment["template"], deployment["template"]["spec"]
     (container,) = spec["containers"]
     assert spec["terminationGracePeriodSeconds"] > drain + GRACE
-    probes = container["readinessProbe"], container["livenessProbe"]
+    probes = [value for key, value in container.items() if key.endswith("Probe")]
     routes = {route.path for route in asgi.routes(sim_pool())}
     assert {probe["httpGet"]["path"] for probe in probes} == routes
     # The load balancer has turned away before the drain ends.
