@@ -127,6 +127,9 @@ async def stream_to_websocket(
     after the buffered messages. When the client disconnects, or this call is cancelled, the
     generator is cancelled, and the SMs are released once the kernels that run there have ended.
 
+    The server must wait in `send` while the client does not read, as uvicorn does with each of its
+    implementations of websockets. Such a server, and the sockets, hold some MB more than `buffer`.
+
     Args:
         websocket: The websocket, accepted.
         partition: The result of `pool.partition(...)`, not entered.
