@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 import weakref
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, Unpac
 
 import anyio
 
+from greensched._asynclib import running_asyncio
 from greensched._validation import Uncopyable, as_float, is_count, one_of, ordinals
 from greensched.device.device import Device
 from greensched.device.launch import LaunchConfig
@@ -31,6 +33,7 @@ from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
 from greensched.leasing.watchdog import ExitPolicy, checked_exit_policy, checked_hang_after
+from greensched.observability.pool_map import PoolMap
 from greensched.observability.snapshot import Snapshot, snapshots_of, take_snapshot
 from greensched.observability.snapshot_server import SnapshotServer, checked_socket
 from greensched.records import Record
@@ -43,6 +46,8 @@ from greensched.typing import Granularity, Size, SupportsDevice, T
 if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPool
     from greensched.observability.trace import Trace
+
+logger = logging.getLogger("greensched")
 
 P = ParamSpec("P")
 
@@ -139,6 +144,8 @@ class Pool(Uncopyable):
                 exit_policy=checked_exit_policy(exit_policy),
             )
         )
+        #: In asyncio's debug mode, from the first `async with` on.
+        self._map: PoolMap | None = None
         if socket is not False:
             path, take = checked_socket(socket), snapshots_of(self._lifecycle)
             self._lifecycle.server = server = SnapshotServer(path, take)
@@ -193,7 +200,15 @@ class Pool(Uncopyable):
         return await self._lifecycle.close(seconds)
 
     async def __aenter__(self) -> Self:
-        """Open the pool; see `open`. A cancellation meanwhile also closes it again."""
+        """Open the pool; see `open`. A cancellation meanwhile also closes it again.
+
+        In asyncio's debug mode an error that leaves the block is logged with a map of the latest
+        leases by SMs and time.
+        """
+        loop = running_asyncio()
+        if self._map is None and loop is not None and loop.get_debug():
+            self._map = PoolMap(snapshots_of(self._lifecycle))
+            self.watch(self._map.add)
         try:
             await self.open()
         except GeneratorExit:
@@ -217,6 +232,9 @@ class Pool(Uncopyable):
         if kind is GeneratorExit:
             self._lifecycle.abort()
             return
+        if self._map is not None and isinstance(error, Exception) and self.state is PoolState.OPEN:
+            lines = self._map.lines(self.devices[0].driver.time())
+            logger.error("an error leaves the block of %r:\n%s", self, "\n".join(lines))
         with anyio.CancelScope(shield=True):
             await self.aclose()
 

@@ -12,20 +12,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from greensched import Granted, Kernel, Partition, Pool, PoolState, Record
+from greensched import Kernel, Partition, Pool, PoolState
 from greensched.driver import simulated
 from greensched.driver.simulated import Fault, Hang, SimulatedDriver, Span
 from greensched.errors import InvalidRequest
 from greensched.observability import sm_map
-from greensched.observability.lease_history import LeaseHistory, TracedDevice
 from greensched.observability.lease_history import Span as HeldSpan
-from greensched.observability.snapshot import DeviceSnapshot
+from greensched.observability.lease_history import TracedDevice
+from greensched.observability.pool_map import MOST_SPANS, PoolMap
 from greensched.typing import T
 
 #: The default GPU, with 132 SMs.
 DEFAULT_GPU = "h200"
-#: Spans of leases kept for each pool: what the map of a failed test shows.
-MOST_SPANS = 200
 #: SMs of each GPC in a GPU of another size: a multiple of 8, as many as the default GPU's or fewer.
 GPC = 16
 #: The most SMs of a simulated GPU: five times as many as the largest preset has.
@@ -72,7 +70,7 @@ class SimGPU:
         self._machines: list[_Machine] = []
         self._pools: list[Pool] = []
         #: What the map shows: leases of `pool`, and kernels on machines of a program's own pools.
-        self._watched: list[_WatchedPool | _Machine] = []
+        self._watched: list[PoolMap | _Machine] = []
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -108,7 +106,8 @@ class SimGPU:
         """Make a pool over its own machine; see `SimPool`."""
         pool = Pool(driver=self._add(sms, faults).driver, **options)
         self._pools.append(pool)
-        self._watched.append(_WatchedPool(pool))
+        self._watched.append(watched := PoolMap(pool.snapshot))
+        pool.watch(watched.add)
         return pool
 
     # -- time --------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ class SimGPU:
 
         The lines show the leases of the pools of `pool`, and the kernels on a machine of `open`.
         """
-        return "\n".join(line for watched in self._watched for line in watched.map(self.time))
+        return "\n".join(line for watched in self._watched for line in watched.lines(self.time))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -288,7 +287,7 @@ class _Machine:
         if span.kind == "kernel":
             self.kernels.append(span)
 
-    def map(self, now: float) -> list[str]:
+    def lines(self, now: float) -> list[str]:
         ran = [_held(span) for span in self.kernels[-MOST_SPANS:]]
         if not ran:
             return []
@@ -304,34 +303,6 @@ def _held(span: Span) -> HeldSpan:
     """Return the run of a kernel as a lease of its SMs, each of which is a cell."""
     start, end = span.start / 1e9, span.end / 1e9
     return HeldSpan(0, span.name, "", span.device, span.sms, span.sms.bit_count(), start, end)
-
-
-class _WatchedPool:
-    """A pool, and the history of its leases."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._devices: list[TracedDevice] = []
-        self._history = LeaseHistory(MOST_SPANS)
-        pool.watch(self._add)
-
-    def _add(self, record: Record) -> None:
-        if not self._devices and isinstance(record, Granted):
-            self._devices = [_traced(device) for device in self._pool.snapshot().devices]
-        self._history.add(record)
-
-    def map(self, now: float) -> list[str]:
-        spans = self._history.all_spans(now)
-        if not spans:
-            return []
-        start, end = min(span.start for span in spans), max(span.end for span in spans)
-        return sm_map.text(sm_map.by_holder(spans), self._devices, start, end)
-
-
-def _traced(device: DeviceSnapshot) -> TracedDevice:
-    sizes = [cell.sms for cell in device.cells]
-    count = sizes.count(sizes[0])
-    return TracedDevice(device.device, device.name, device.uuid, device.sms, count, sizes[0])
 
 
 #: States of a pool that is not closed.
