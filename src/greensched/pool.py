@@ -532,7 +532,8 @@ class Pool(Uncopyable):
                 ...
 
         The file has counters, and tracks for the queue, each device, each set of SMs and its jobs.
-        Flows connect a request, its lease, its jobs and their ends. Times are the host's.
+        Flows connect a request, its lease, its jobs and their ends. Times are the host's; see
+        `Done.started` for a job's.
         A thread writes it while the pool runs, and the file is complete however the block ends:
         leases and requests that are still open end there in the trace. A file of that name is
         replaced. While the block is open the pool is watched; see `watch` for the cost.

@@ -120,8 +120,9 @@ class Done(Record):
     """The device has done a job, as seen by the event loop.
 
     Attributes:
-        started: The latest time at which the job can have begun: it was submitted, and earlier
-            work on its stream was done.
+        started: When the host had submitted the job and had seen the end of earlier work on its
+            stream. The device may have begun it earlier, if the host saw that late, or later, if
+            the job waited for another stream.
         error: The name of the error that the job failed with, or "".
     """
 

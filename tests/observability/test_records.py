@@ -37,11 +37,13 @@ from greensched import (
 )
 from greensched.driver.simulated import Crash
 from greensched.integrations.testing import SimGPU
-from greensched.kernels import spin
+from greensched.kernels import fill, spin
 from greensched.scheduling.histogram import Histogram, durations
 
 CONFIG = LaunchConfig(grid=1, block=1)
 MS = 1_000_000
+#: The copy of so many floats takes a millisecond.
+ITEMS = 1 << 24
 CLASSES = (
     ServiceClass("critical", reserve=64, priority=1, max_wait_for_reserve=0.050),
     ServiceClass("batch", preemptible=True, checkpoint_interval=0.010),
@@ -212,6 +214,23 @@ def test_bound_launches_and_calls_are_told() -> None:
         "prepare spin",
         "get_ident",
     ]
+
+
+def test_the_time_of_a_job_includes_its_wait_for_another_stream() -> None:
+    """A short launch after another partition's copy to its buffer seems as long as the copy."""
+
+    async def test(pool: Pool, seen: list[Record]) -> None:
+        async with pool.partitions(16, 16) as (p, other):
+            with await p.empty(ITEMS) as buffer, await p.empty_pinned(ITEMS) as source:
+                copy = p.copy(buffer, source.array)
+                await other.launch(CONFIG, fill, buffer, 1.0, 64)
+                await copy
+                await other.launch(CONFIG, fill, buffer, 1.0, 64)
+
+    done = [record for record in run(test) if isinstance(record, Done)]
+    copied = next(record.time for record in done if record.name == "copy")
+    waited, alone = [one.time - one.started for one in done if one.name == "fill"]
+    assert waited >= copied > 100 * alone
 
 
 def test_a_watcher_that_begins_late_hears_what_is_held() -> None:
