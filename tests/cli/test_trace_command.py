@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -154,7 +155,7 @@ MEASURE = """
 <script>
 const map = document.querySelector("svg[data-device]"), box = map.getBoundingClientRect();
 const lent = document.querySelector(".plot .lent").getBoundingClientRect();
-document.title = JSON.stringify({
+parent.document.title = JSON.stringify({
   page: document.documentElement.scrollWidth, width: innerWidth, map: box.width,
   start: (lent.left - box.left) / box.width, part: lent.width / box.width,
   colour: getComputedStyle(document.body).backgroundColor,
@@ -169,9 +170,11 @@ def test_a_browser_shows_the_report(width: int, is_dark: bool, trace: Path) -> N
     """On a phone and a desktop, light and dark: nothing is wider than the page, and areas fit."""
     path = trace.with_suffix(".html")
     assert cli.main(["trace", str(trace), "--json", "--plot", str(path)]) == 0
-    path.write_text(path.read_text().replace("</body>", MEASURE + "</body>"))
+    page = html.escape(path.read_text().replace("</body>", MEASURE + "</body>"))
+    # In a frame, because a browser's window is at least 500 pixels wide.
+    style = f"border: 0; width: {width}px; height: 900px"
+    path.write_text(f'<title></title><iframe style="{style}" srcdoc="{page}"></iframe>')
     options = ["--no-sandbox", "--headless", "--disable-gpu", "--dump-dom"]
-    options += [f"--window-size={width},900"]
     options += [f"--blink-settings=preferredColorScheme={int(not is_dark)}"]
     done = subprocess.run(
         [str(BROWSER), *options, path.as_uri()], capture_output=True, text=True, check=True
