@@ -202,8 +202,8 @@ class Pool(Uncopyable):
     async def __aenter__(self) -> Self:
         """Open the pool; see `open`. A cancellation meanwhile also closes it again.
 
-        In asyncio's debug mode an error that leaves the block is logged with a map of the latest
-        leases by SMs and time.
+        In asyncio's debug mode an error that leaves the block, and leases or work that outlast it,
+        are logged with a map of the latest leases by SMs and time.
         """
         loop = running_asyncio()
         if self._map is None and loop is not None and loop.get_debug():
@@ -232,11 +232,19 @@ class Pool(Uncopyable):
         if kind is GeneratorExit:
             self._lifecycle.abort()
             return
-        if self._map is not None and isinstance(error, Exception) and self.state is PoolState.OPEN:
-            lines = self._map.lines(self.devices[0].driver.time())
-            logger.error("an error leaves the block of %r:\n%s", self, "\n".join(lines))
+        is_error = isinstance(error, Exception)
+        if is_error:
+            self._log_map(logging.ERROR, "an error leaves the block of")
         with anyio.CancelScope(shield=True):
-            await self.aclose()
+            report = await self.aclose()
+        if report.abandoned and not is_error:
+            self._log_map(logging.WARNING, "leases or work outlast the block of")
+
+    def _log_map(self, level: int, what: str) -> None:
+        """Log the map of the latest leases, in asyncio's debug mode."""
+        if self._map is not None and self.devices:
+            lines = self._map.lines(self.devices[0].driver.time())
+            logger.log(level, "%s %r:\n%s", what, self, "\n".join(lines))
 
     def __enter__(self) -> NoReturn:
         raise InvalidRequest(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from greensched import LaunchConfig, Pool
+from greensched import DeviceLost, LaunchConfig, Pool
+from greensched.driver import simulated
+from greensched.driver.simulated import Crash, Fault, SimulatedDriver
 from greensched.kernels import spin
 
 CONFIG = LaunchConfig(grid=1, block=32)
@@ -68,3 +71,52 @@ def test_a_cancelled_block_is_no_error(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(fails(asyncio.CancelledError()), debug=True)
     assert "SMs by time" not in caplog.text
+
+
+def in_virtual_time(main: Callable[[SimulatedDriver], Awaitable[None]], *faults: Fault) -> None:
+    """Run a function in asyncio's debug mode."""
+    clock = simulated.VirtualClock()
+    driver = simulated.open("h200", clock=clock, faults=faults)
+
+    async def debugged() -> None:
+        asyncio.get_running_loop().set_debug(True)
+        await main(driver)
+
+    clock.run(debugged)
+
+
+def test_the_map_of_a_lost_device_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """An error that ended the pool is logged with the map, too."""
+
+    async def main(driver: SimulatedDriver) -> None:
+        async with Pool(driver=driver) as pool, pool.partition(16) as p:
+            await p.launch(CONFIG, spin, 1_000_000)
+
+    with pytest.raises(DeviceLost):
+        in_virtual_time(main, Crash("spin"))
+    (record,) = [each for each in caplog.records if "SMs by time" in each.message]
+    assert record.levelno == logging.ERROR
+
+
+def test_the_map_of_a_lease_that_outlasts_the_pool_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pool that closes over a lease logs which task holds which SMs."""
+
+    async def main(driver: SimulatedDriver) -> None:
+        async def leak() -> None:
+            async with pool.partition(16):
+                held.set()
+                await asyncio.sleep(3600)
+
+        held = asyncio.Event()
+        async with Pool(driver=driver) as pool:
+            leaking = asyncio.create_task(leak(), name="leaking")
+            await held.wait()
+        leaking.cancel()
+        await asyncio.gather(leaking, return_exceptions=True)
+
+    in_virtual_time(main)
+    (record,) = [each for each in caplog.records if "SMs by time" in each.message]
+    assert record.levelno == logging.WARNING
+    assert "A leaking" in record.message
