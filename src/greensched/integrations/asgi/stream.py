@@ -69,7 +69,8 @@ class LeaseStream(Response):
         patience: float = 1.0,
     ) -> None:
         self._partition, self._generate = partition, generate
-        self._parts = _Parts(buffer, patience)
+        _check_bounds(buffer, patience)
+        self._buffer, self._patience = buffer, patience
         super().__init__(None, status_code, headers, media_type, background)
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
@@ -78,7 +79,7 @@ class LeaseStream(Response):
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts, has_begun = self._parts, False
+        parts, has_begun = _Parts(self._buffer, self._patience), False
 
         async def send_parts(block: anyio.CancelScope) -> None:
             nonlocal has_begun
@@ -141,6 +142,7 @@ async def stream_to_websocket(
         InvalidRequest: `buffer` is below 1 or `patience` is negative; nothing was queued.
         WebSocketDisconnect: The client has disconnected. `PoolErrors` handles it.
     """
+    _check_bounds(buffer, patience)
     parts, has_left = _Parts(buffer, patience), False
 
     async def send_parts(block: anyio.CancelScope) -> None:
@@ -167,18 +169,10 @@ async def stream_to_websocket(
 
 
 class _Parts:
-    """Parts that are not sent yet, up to a limit of bytes.
+    """Parts that are not sent yet, up to a limit of bytes."""
 
-    Raises:
-        InvalidRequest: The limit is below 1 or the patience is negative.
-    """
-
-    def __init__(self, buffer: int, patience: float) -> None:
-        if buffer < 1 or not patience >= 0:
-            raise InvalidRequest(
-                f"buffer={buffer!r}, patience={patience!r}: give at least 1 byte, and seconds >= 0"
-            )
-        self._limit = buffer
+    def __init__(self, limit: int, patience: float) -> None:
+        self._limit = limit
         self._patience = self._remaining = patience
         self._parts: deque[Part] = deque()
         self._bytes = 0
@@ -234,6 +228,13 @@ class _Parts:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _check_bounds(buffer: int, patience: float) -> None:
+    if buffer < 1 or not patience >= 0:
+        raise InvalidRequest(
+            f"buffer={buffer!r}, patience={patience!r}: give at least 1 byte, and seconds >= 0"
+        )
 
 
 def _size(part: Part) -> int:
