@@ -226,6 +226,7 @@ def test_replicas_follow_the_sms_in_demand(example: ModuleType, address: str) ->
                 while len(await served()) < 2:
                     pass
 
+    serve.delete("default")  # otherwise as many replicas go on as another test had
     serve.run(slow_replica(num_replicas=None, autoscaling_config=scaling).bind(small_pool))
     asyncio.run(main())
 
