@@ -33,7 +33,6 @@ from greensched.leasing.preview import SplitPreview, preview
 from greensched.leasing.requests import LeaseOptions, RequestParser, checked_kernels
 from greensched.leasing.verification import Verification, verify
 from greensched.leasing.watchdog import ExitPolicy, checked_exit_policy, checked_hang_after
-from greensched.observability.pool_map import PoolMap
 from greensched.observability.snapshot import Snapshot, snapshots_of, take_snapshot
 from greensched.observability.snapshot_server import SnapshotServer, checked_socket
 from greensched.records import Record
@@ -45,6 +44,7 @@ from greensched.typing import Granularity, Size, SupportsDevice, T
 
 if TYPE_CHECKING:
     from greensched.leasing.sync import SyncPool
+    from greensched.observability.pool_map import PoolMap
     from greensched.observability.trace import Trace
 
 logger = logging.getLogger("greensched")
@@ -207,6 +207,8 @@ class Pool(Uncopyable):
         """
         loop = running_asyncio()
         if self._map is None and loop is not None and loop.get_debug():
+            from greensched.observability.pool_map import PoolMap
+
             self._map = PoolMap(snapshots_of(self._lifecycle))
             self.watch(self._map.add)
         try:
