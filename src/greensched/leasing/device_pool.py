@@ -78,7 +78,6 @@ class DevicePool:
         self.degraded: list[str] = []
         try:
             self.words = TicketMemory(device.primary)
-            self.is_fine = fine
             split = split_device(device, fine=fine)
             self.cells = split.cells
             self.staging = StagingPool(device.primary)

@@ -91,6 +91,11 @@ class ExecutorBuilder:
         except CUDAError:
             raise first from None
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether the device is split as finely as possible."""
+        return self._split.fine
+
     def kept(self) -> list[int]:
         """Return the cells of the green contexts that earlier pools have left."""
         kept, of_split = self._device.driver.kept, self._split.key(0, bool(self._queues))

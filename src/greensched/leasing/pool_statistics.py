@@ -78,7 +78,7 @@ def collect_statistics(
         executors_made=sum(device_pool.builder.made for device_pool in device_pools),
         values_made=sum(executor.locals.made for executor in executors),
         policy=type(scheduler.queue.policy.policy).__name__.lower(),
-        granularity="fine" if device_pools[0].is_fine else "coscheduled",
+        granularity="fine" if device_pools[0].builder.is_fine else "coscheduled",
         completion="event" if executors and executors[0].uses_events else "word",
         degraded=tuple(what for device_pool in device_pools for what in device_pool.degraded),
         services=scheduler.services(now),
