@@ -140,18 +140,11 @@ def _fault(reading: PoolReading) -> Measured:
         yield 1, {"error.type": kind, "greensched.driver.status": reading.status}
 
 
-def _leases(reading: PoolReading) -> Measured:
+def _of_leases(attribute: str, reading: PoolReading) -> Measured:
     for device in reading.devices:
         for (service, state), leases in device.leases.items():
             attributes = {"greensched.service": service, "greensched.lease.state": state}
-            yield leases.count, {"hw.id": device.device.uuid, **attributes}
-
-
-def _oldest(reading: PoolReading) -> Measured:
-    for device in reading.devices:
-        for (service, state), leases in device.leases.items():
-            attributes = {"greensched.service": service, "greensched.lease.state": state}
-            yield leases.oldest, {"hw.id": device.device.uuid, **attributes}
+            yield getattr(leases, attribute), {"hw.id": device.device.uuid, **attributes}
 
 
 def _sm_limit(reading: PoolReading) -> Measured:
@@ -206,10 +199,13 @@ OBSERVED: Final[dict[str, tuple[str, str, str, Callable[[PoolReading], Measured]
         *("gauge", "1", "1: why a pool did not open, or what ended it."),
         _fault,
     ),
-    "greensched.lease.count": ("up_down", "{lease}", "Leases by state.", _leases),
+    "greensched.lease.count": (
+        *("up_down", "{lease}", "Leases by state."),
+        partial(_of_leases, "count"),
+    ),
     "greensched.lease.oldest": (
         *("gauge", "s", "For how long the oldest lease has been in its state."),
-        _oldest,
+        partial(_of_leases, "oldest"),
     ),
     "greensched.sm.limit": ("up_down", "{sm}", "SMs of a GPU.", _sm_limit),
     "greensched.sm.usage": ("up_down", "{sm}", "SMs of a GPU by state.", _sm_usage),
