@@ -1,4 +1,4 @@
-"""Stream from a lease, which a slow client does not keep: a response, or to a websocket."""
+"""Stream a response, or messages to a websocket, from a lease that no slow client prolongs."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ class _Parts:
     def __init__(self, limit: int, patience: float) -> None:
         self._limit = limit
         self._patience = self._remaining = patience
-        self._parts: deque[Part] = deque()
+        #: Each with its bytes.
+        self._parts: deque[tuple[Part, int]] = deque()
         self._bytes = 0
         self._changed = anyio.Event()
         self._is_closed = False
@@ -200,8 +201,9 @@ class _Parts:
     async def _put(self, part: Part) -> None:
         """Add a part, and wait while the limit is reached; cut the stream after `patience`."""
         if part:
-            self._parts.append(part)
-            self._bytes += _size(part)
+            size = len(part.encode() if isinstance(part, str) else part)
+            self._parts.append((part, size))
+            self._bytes += size
             self._tell()
         began = anyio.current_time()
         with anyio.move_on_after(self._remaining) as wait:
@@ -216,8 +218,8 @@ class _Parts:
             if self._is_closed:
                 return None
             await self._changed.wait()
-        part = self._parts.popleft()
-        self._bytes -= _size(part)
+        part, size = self._parts.popleft()
+        self._bytes -= size
         self._tell()
         return part
 
@@ -235,7 +237,3 @@ def _check_bounds(buffer: int, patience: float) -> None:
         raise InvalidRequest(
             f"buffer={buffer!r}, patience={patience!r}: give at least 1 byte, and seconds >= 0"
         )
-
-
-def _size(part: Part) -> int:
-    return len(part.encode() if isinstance(part, str) else part)
