@@ -2,8 +2,8 @@
 
 examples/07_fastapi behind uvicorn, on a simulated H200 and the real clock; the clients are another
 process, and speak HTTP. First one client alone, then as many as fit, to find the capacity; then
-twice that for so many seconds, beside readers that are too slow. In the middle of it the
-server gets SIGTERM, and starts again once it has stopped. At last the clients' process is killed
+twice that for so many seconds, beside readers that are too slow. In the middle of it the server
+gets SIGTERM, and another one starts once it has stopped. At last the clients' process is killed
 several times under the same load. Exit code 1 if a bar is missed.
 """
 

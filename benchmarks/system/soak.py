@@ -177,9 +177,9 @@ class Soak(abc.ABC):
     def _on_device(self) -> tuple[int, int]:
         """Return bytes and objects of the device, for a `Sample`."""
 
-    @abc.abstractmethod
     async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
         """Take one lease of a kind from the pool."""
+        await kind(pool, rng)
 
     def _loop(self, number: int, loop: int) -> None:
         seeds = [f"{self._seed} {number} {loop} {task}" for task in range(TASKS)]
@@ -242,9 +242,6 @@ class SimulatedSoak(Soak):
     def _on_device(self) -> tuple[int, int]:
         return self._driver.machine.memory[0].pools, self._driver.live().total()
 
-    async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
-        await kind(pool, rng)
-
     def _other_pool(self, rng: random.Random, faults: Sequence[Fault]) -> None:
         """Open a pool on a device with faults, load it, and close it."""
         self.others += 1
@@ -299,18 +296,15 @@ class GPUSoak(Soak):
             time.sleep(0.05)
 
     def _on_device(self) -> tuple[int, int]:
-        from cuda.bindings import driver
-
-        driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
-        _, free, total = driver.cuMemGetInfo()
-        driver.cuCtxPopCurrent()
-        driver.cuDevicePrimaryCtxRelease(0)
+        device = self._pool.devices[0]
+        with device.primary:
+            free, total = device.driver.memory_info()
         return total - free, self._pool.statistics().executors
 
     async def _lease(self, kind: Kind, pool: Pool, rng: random.Random) -> None:
         """Take one lease; what waits behind a kernel that hangs is told that it hangs, too."""
         try:
-            await kind(pool, rng)
+            await super()._lease(kind, pool, rng)
         except DeviceHung:
             self.ends[f"{DeviceHung.__name__} in {kind.__name__}"] += 1
 
