@@ -21,12 +21,11 @@ from greensched.pool import GRACE
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "how-to" / "fastapi.md"
-#: A service on the real clock: a kernel of 1 ns for `/short`, and for `/long` a lease that ends
-#: when a file exists. The drain is so long that only a second SIGTERM ends it.
+#: A service on the real clock: a kernel of 1 ns for `/short`, and for `/long` a lease that prints
+#: when it begins and ends with a line of input. Only a second SIGTERM ends the drain.
 SERVICE = """
 import asyncio
 import sys
-from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -48,11 +47,10 @@ async def short() -> str:
 
 
 @app.get("/long")
-async def long(until: str) -> str:
+async def long() -> str:
     async with pool.partition(16):
-        Path(until).with_suffix(".begun").touch()
-        while not Path(until).exists():
-            await asyncio.sleep(0.01)
+        print("begun", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
     return "done"
 """
 
@@ -61,9 +59,10 @@ async def long(until: str) -> str:
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """Start uvicorn; provide its process and a client that keeps no connection."""
     (tmp_path / "service.py").write_text(SERVICE)
-    command = [sys.executable, "-m", "uvicorn", "service:app", "--port", "0"]
+    command = [sys.executable, "-m", "uvicorn", "service:app", "--port", "0", "--no-access-log"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         address = next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+", line)))
@@ -77,15 +76,16 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client
 
 
 def test_sigterm_drains_a_server_before_it_refuses_connections(
-    server: tuple[subprocess.Popen[str], httpx.Client], tmp_path: Path
+    server: tuple[subprocess.Popen[str], httpx.Client],
 ) -> None:
     """Readiness turns red, requests are served; then none is accepted, and accepted ones end."""
     process, client = server
-    ends = tmp_path / "ends"
+    assert process.stdin is not None
+    assert process.stdout is not None
     assert client.get("/readyz").status_code == 200
     with ThreadPoolExecutor(1) as other:
-        long = other.submit(client.get, "/long", params={"until": str(ends)})
-        wait_until(ends.with_suffix(".begun").exists)
+        long = other.submit(client.get, "/long")
+        assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: client.get("/readyz").status_code == 503)
         assert client.get("/healthz").status_code == 200
@@ -93,7 +93,8 @@ def test_sigterm_drains_a_server_before_it_refuses_connections(
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: is_refused(client))
         assert not long.done()
-        ends.touch()
+        process.stdin.write("\n")
+        process.stdin.flush()
         assert long.result().json() == "done"
     assert process.wait() in (0, -signal.SIGTERM)
 
@@ -105,6 +106,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_refused(client: httpx.Client) -> bool:
+    """Say whether a request got no answer: none is accepted, or it came as the socket closed."""
     try:
         client.get("/short")
     except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
